@@ -1,0 +1,44 @@
+# Everything a developer does, each from a fresh clone: `make help`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/ready
+	$(INSTALL) -e '.[test,bench]'
+	@touch $@
+
+demo: $(VENV)/ready  ## train a small GPT on two ranks: DDP, commsched exact, commsched bf16
+	$(BIN)/python -m commsched.demo
+
+test: $(VENV)/dev  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/dev  ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/dev  ## mend style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/dev  ## check types
+	$(BIN)/mypy
+
+bench: $(VENV)/dev  ## measure step time against plain DDP on shaped links (root)
+	$(BIN)/python bench/step_time.py $(ARGS)
+
+clean:  ## remove everything that make made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""``python -m commsched``: the command line."""
+
+from commsched.cli import main
+
+main()

@@ -1,0 +1,299 @@
+"""The engine: one thread that issues a plan's tasks, in its order, as they become ready.
+
+Order is the engine's whole point. gloo pairs collectives by the order in which each rank issues
+them; two ranks that disagree mix up gradients silently or abort. So one thread issues, from one
+queue, in plan order; a task that is not ready makes the ones behind it wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commsched import exchange, policies
+from commsched.codecs.feedback import ErrorFeedback
+from commsched.errors import CommSchedError
+from commsched.group import Membership
+from commsched.iteration import Iteration
+from commsched.jobs import Job, Run
+from commsched.lane import TICK_S, Lane
+from commsched.layout import Layout
+from commsched.packer import Packer
+from commsched.plan import Plan, agree
+from commsched.settings import Settings
+
+__all__ = ["Engine"]
+
+HISTORY = 4096  # issued tasks remembered, for tests and for a look at a stuck job
+
+logger = logging.getLogger("commsched")
+
+
+class Engine:
+    """Runs the iterations of one model on one lane.
+
+    The training thread calls the public methods; everything else happens on the engine's thread,
+    which the queue feeds. `_lock` guards what both sides touch: `error` and the set of jobs nobody
+    has finished yet, so that each job is finished exactly once, also when the engine fails between
+    two submissions.
+    """
+
+    def __init__(
+        self, member: Membership, settings: Settings, feedback: ErrorFeedback | None
+    ) -> None:
+        self.settings = settings
+        self.plan: Plan | None = None
+        self.wire_bytes = 0  # sent since the start, by our own count
+        self.issued: deque[tuple[str, int]] = deque(maxlen=HISTORY)  # plan digest, task index
+        self._policy = policies.get(settings.policy)
+        self._packer = Packer(len(member.ranks), feedback)
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._open: set[Job] = set()
+        self._beat_s = time.monotonic()  # when the engine's thread was last seen to move
+        self._stopping = threading.Event()
+        self._iteration = Iteration(self._plan_of, None)
+        self._held: deque[Callable[[], None]] = deque()  # events of an iteration begun too early
+        self._in_flight: list[Run] = []
+        self._arrived: deque[tuple[Run, torch.Tensor]] = deque()
+        self._thread = threading.Thread(
+            target=self._main, args=(member,), name="commsched-engine", daemon=True
+        )
+        self._thread.start()
+
+    # ---- called by the training thread -----------------------------------------------------
+
+    def submit(self, job: Job, begins: bool) -> None:
+        """Hand over a bucket; `begins` says it is the first of a new iteration.
+
+        Raises:
+            CommSchedError: the engine has failed, or was closed.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._open.add(job)
+        self._queue.put(partial(self._on_ready, job, begins))
+
+    def end(self) -> None:
+        """No more buckets will come in this iteration: send what was waiting to be fused."""
+        self._queue.put(self._on_end)
+
+    def wait(self, job: Job) -> None:
+        """Wait until `job` is finished. Ctrl-C works while waiting.
+
+        Raises:
+            CommSchedError: the engine failed, or gave no sign of life past its deadline.
+        """
+        while not job.done.wait(TICK_S):
+            silent_s = time.monotonic() - self._beat_s
+            if not self._thread.is_alive() or silent_s > self.settings.timeout_s + 10 * TICK_S:
+                self.fail(CommSchedError(f"the engine has stopped ({silent_s:.0f} s ago)"))
+        if job.error is not None:
+            raise job.error
+
+    def fail(self, error: BaseException) -> None:
+        """Stop for good: every unfinished job gets `error`, and so does every later call."""
+        with self._lock:
+            self._error = self._error or error
+            jobs, self._open = self._open, set()
+        self._stopping.set()
+        for job in jobs:
+            job.finish(self._error)
+        self._queue.put(lambda: None)
+
+    def synchronize(self) -> None:
+        """Wait until every submitted job is finished.
+
+        Raises:
+            CommSchedError: one failed.
+        """
+        with self._lock:
+            jobs = list(self._open)
+        for job in jobs:
+            self.wait(job)
+
+    def close(self) -> None:
+        """End the thread and the group. Unfinished jobs get an error. Safe to call again."""
+        self.fail(CommSchedError("this commsched.State is closed; make a new one"))
+        # Garbage collection may run this on the engine's own thread.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10 * TICK_S)
+
+    # ---- the engine's thread ---------------------------------------------------------------
+
+    def _main(self, member: Membership) -> None:
+        lane = None
+        try:
+            with torch.no_grad():
+                lane = Lane(member, self.settings, self._stopping.is_set)
+                while not self._stopping.is_set():
+                    self._turn(lane)
+        except BaseException as error:
+            if not self._stopping.is_set():  # else whoever stopped us has told everybody
+                error = _explained(error)
+                if lane is not None:
+                    lane.announce(error)
+                self.fail(error)
+        if lane is not None and self._in_flight:
+            lane.group.abandon()
+
+    def _turn(self, lane: Lane) -> None:
+        try:
+            event = self._queue.get(timeout=TICK_S if self._in_flight else None)
+        except queue.Empty:
+            event = partial(self._on_tick, lane)
+        self._beat_s = time.monotonic()
+        try:
+            event()
+        except _CollectiveError as error:
+            raise lane.lost(str(error), error.run.sequence) from None
+        self._pump(lane)
+        while self._close_iteration(lane):
+            self._pump(lane)
+
+    def _pump(self, lane: Lane) -> None:
+        """Issue what may go, then decode what has come, then encode the next one ahead.
+
+        In this order the wire never waits for a decode, and the next task is encoded while the
+        present ones travel.
+        """
+        self._issue_ready(lane)
+        while self._arrived:
+            self._finish(*self._arrived.popleft())
+            self._issue_ready(lane)
+        head = self._iteration.head()
+        if head is not None and head.wire is None:
+            self._packer.pack(head)
+
+    def _issue_ready(self, lane: Lane) -> None:
+        while (run := self._iteration.head()) is not None:
+            in_flight = sum(other.cost for other in self._in_flight)
+            if in_flight and in_flight + run.cost > self.settings.credit_bytes:
+                return
+            self._issue(self._iteration.order.popleft(), lane)
+
+    def _issue(self, run: Run, lane: Lane) -> None:
+        wire = self._packer.pack(run) if run.wire is None else run.wire
+        run.stages = self._packer.exchange_of(run)(lane.group, wire)
+        run.sequence = lane.sequence
+        run.issued_s = time.monotonic()
+        lane.sequence += 1
+        self.issued.append((run.plan.digest, run.task.index))
+        self.wire_bytes += exchange.wire_bytes(wire, lane.group.size)
+        self._in_flight.append(run)
+        self._watch(run, next(run.stages))
+
+    def _watch(self, run: Run, work: dist.Work) -> None:
+        # The callback runs on a gloo worker thread. It only posts: see commsched.exchange.
+        work.get_future().add_done_callback(
+            lambda future: self._queue.put(partial(self._on_collective, run, future))
+        )
+
+    def _on_collective(self, run: Run, future: torch.futures.Future[Any]) -> None:
+        assert run.stages is not None
+        try:
+            tensors = future.value()
+        except Exception as error:
+            raise _CollectiveError(run, str(error).strip()) from None
+        try:
+            work = run.stages.send(tensors)
+        except StopIteration as stop:
+            self._in_flight.remove(run)
+            self._arrived.append((run, stop.value))
+        else:
+            self._watch(run, work)
+
+    def _on_tick(self, lane: Lane) -> None:
+        lane.check_peers()
+        run = min(self._in_flight, key=lambda run: run.issued_s)
+        late_s = time.monotonic() - run.issued_s
+        if late_s > self.settings.timeout_s:
+            raise _CollectiveError(run, f"not done {late_s:.1f} s after it was issued")
+
+    def _finish(self, run: Run, total: torch.Tensor) -> None:
+        self._packer.unpack(run, total)
+        for job in run.jobs.values():
+            job.tasks_left -= 1
+            if job.tasks_left == 0:
+                self._finish_job(job)
+
+    def _finish_job(self, job: Job) -> None:
+        with self._lock:
+            if job not in self._open:
+                return
+            self._open.remove(job)
+        job.finish()
+
+    # ---- iterations ------------------------------------------------------------------------
+
+    def _on_ready(self, job: Job, begins: bool) -> None:
+        if self._held or (begins and not self._iteration.finished()):
+            # The last iteration was never ended (its backward raised, or ran outside autograd).
+            self._iteration.end()
+            self._held.append(partial(self._on_ready, job, begins))
+            return
+        if begins:
+            self._iteration = Iteration(self._plan_of, self._iteration.next_plan())
+        self._iteration.add(job)
+        if job.tasks_left == 0:  # no elements
+            self._finish_job(job)
+
+    def _on_end(self) -> None:
+        if self._held:
+            self._held.append(self._on_end)
+        else:
+            self._iteration.end()
+
+    def _close_iteration(self, lane: Lane) -> bool:
+        """Once an ended iteration's last task is done: plan again if its buckets were new.
+
+        Every rank is here at the same place of its lane's order, because all see the same buckets;
+        that is what lets the agreement use the lane's own group. True when events held back until
+        now have been handled, so that there may be something to issue.
+        """
+        iteration = self._iteration
+        if not iteration.ended or iteration.closed:
+            return False
+        if iteration.order or self._in_flight or self._arrived:
+            return False
+        iteration.closed = True
+        layout = iteration.new_layout()
+        if layout is not None:
+            self.plan = agree(lane.group, layout, self._plan_of)
+            iteration.adopt(self.plan)
+            logger.info("%s", str(self.plan).partition("\n")[0])
+            logger.debug("%s", self.plan)
+        held, self._held = self._held, deque()
+        for event in held:
+            event()
+        return bool(held)
+
+    def _plan_of(self, layout: Layout) -> Plan:
+        return self._policy(layout, self.settings)
+
+
+class _CollectiveError(Exception):
+    """A collective failed or is late; the lane makes a CommSchedError of it."""
+
+    def __init__(self, run: Run, reason: str) -> None:
+        super().__init__(f"{run.plan.describe(run.task)}: {reason}")
+        self.run = run
+
+
+def _explained(error: BaseException) -> CommSchedError:
+    if isinstance(error, CommSchedError):
+        return error
+    explained = CommSchedError(f"the engine failed: {type(error).__name__}: {error}")
+    explained.__cause__ = error
+    return explained

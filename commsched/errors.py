@@ -1,0 +1,13 @@
+"""The errors commsched raises: two classes, both RuntimeErrors, so existing handlers see them."""
+
+from __future__ import annotations
+
+__all__ = ["CommSchedError", "SettingsError"]
+
+
+class CommSchedError(RuntimeError):
+    """Gradient communication failed, or cannot work as it was set up; the text says what to do."""
+
+
+class SettingsError(CommSchedError, ValueError):
+    """A setting is unknown, does not parse, is out of range, or differs between ranks."""

@@ -1,0 +1,111 @@
+"""One iteration as the engine sees it: which tasks are still to be issued, and in which order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from commsched.jobs import Job, Run
+from commsched.layout import BucketSpec, Layout
+from commsched.plan import Plan
+
+__all__ = ["Iteration", "KnownPlan"]
+
+
+@dataclass(frozen=True)
+class KnownPlan:
+    """A plan all ranks agreed on, and where this rank's buckets stand in its layout."""
+
+    plan: Plan
+    place: dict[int, int]  # Job.key -> bucket index in the plan's layout
+
+
+class Iteration:
+    """Tasks of one iteration in plan order; a bucket that the plan does not know goes as it comes.
+
+    DDP calls the hook strictly in bucket order, on every rank alike. So when a bucket comes, the
+    plan's earlier ones that have not come never will (all their parameters are unused), and
+    dropping them, or appending an unknown bucket's tasks, changes the order equally everywhere.
+    """
+
+    def __init__(self, plan_of: Callable[[Layout], Plan], known: KnownPlan | None) -> None:
+        self.ended = False
+        self.closed = False  # its buckets have been compared with the plan's
+        self.order: deque[Run] = deque()
+        self._plan_of = plan_of
+        self._known = known
+        self._seen: list[tuple[int, BucketSpec]] = []  # not the jobs: they hold gradients
+        self._strangers = False
+        self._waiting: dict[int, list[Run]] = {}  # plan bucket index -> runs that need it
+        self._dropped: set[int] = set()
+        if known is not None:
+            self._lay_out(known.plan)
+
+    def _lay_out(self, plan: Plan) -> None:
+        for task in plan.tasks:
+            run = Run(task, plan, {piece.bucket for piece in task.chunk.pieces})
+            self.order.append(run)
+            for bucket in run.missing:
+                self._waiting.setdefault(bucket, []).append(run)
+
+    def head(self) -> Run | None:
+        """The next run, if it is ready. Readiness delays, never reorders."""
+        return self.order[0] if self.order and not self.order[0].missing else None
+
+    def add(self, job: Job) -> None:
+        """A bucket has come."""
+        self._seen.append((job.key, job.spec))
+        place = None if self._known is None else self._known.place.get(job.key)
+        if place is None or place in self._dropped:
+            self._append(job)
+            return
+        self._drop([bucket for bucket in self._waiting if bucket < place])
+        for run in self._waiting.pop(place, []):
+            self._give(run, place, job)
+
+    def end(self) -> None:
+        """No more buckets will come."""
+        self._drop(list(self._waiting))
+        self.ended = True
+
+    def finished(self) -> bool:
+        """Whether a new iteration may begin."""
+        return self.closed or not self._seen
+
+    def new_layout(self) -> Layout | None:
+        """The layout to plan for, if buckets came that the plan does not know."""
+        if not self._strangers:
+            return None
+        return Layout(tuple(spec for _, spec in self._seen))
+
+    def adopt(self, plan: Plan) -> None:
+        """From the next iteration on, use this plan, made for `new_layout`."""
+        place = {key: index for index, (key, _) in enumerate(self._seen)}
+        self._known = KnownPlan(plan, place)
+
+    def next_plan(self) -> KnownPlan | None:
+        """The plan of the iteration after this one."""
+        return self._known
+
+    def _append(self, job: Job) -> None:
+        self._strangers = True
+        self._drop(list(self._waiting))
+        plan = self._plan_of(Layout((job.spec,)))
+        for task in plan.tasks:
+            run = Run(task, plan, {0})
+            self.order.append(run)
+            self._give(run, 0, job)
+
+    def _give(self, run: Run, bucket: int, job: Job) -> None:
+        run.missing.discard(bucket)
+        run.jobs[bucket] = job
+        job.tasks_left += 1
+
+    def _drop(self, buckets: list[int]) -> None:
+        self._dropped.update(buckets)
+        for bucket in buckets:
+            for run in self._waiting.pop(bucket):
+                run.missing.discard(bucket)
+                if not run.missing and not run.jobs:
+                    self.order.remove(run)

@@ -1,0 +1,93 @@
+"""Lane: where tasks are issued. Our own group, and what is known of the other ranks on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+
+from commsched.errors import CommSchedError, SettingsError
+from commsched.group import Board, Group, Membership
+from commsched.settings import Settings
+from commsched.version import __version__
+
+__all__ = ["TICK_S", "Lane"]
+
+TICK_S = 1.0  # how often whoever waits looks at its deadline and at the board
+
+logger = logging.getLogger("commsched")
+
+
+class Lane:
+    """One group and the count of tasks issued on it. Used by the engine's thread only."""
+
+    def __init__(self, member: Membership, settings: Settings, cancelled: Callable[[], bool]):
+        """Meet the other ranks, connect, and compare settings. Blocks.
+
+        Raises:
+            CommSchedError: a rank has not come within the deadline.
+            SettingsError: on every rank, when ranks have different settings.
+        """
+        self.member = member
+        self.timeout_s = settings.timeout_s
+        self.sequence = 0  # tasks issued on this lane since it was made
+        self.board = Board(member)
+        self.board.join(settings.timeout_s, cancelled)
+        threads = max(2, min(16, settings.credit_bytes // settings.chunk_bytes))
+        self.group = Group(member, self.board, threads, settings.timeout_s)
+        _compare_settings(self.group, member, settings)
+
+    def check_peers(self) -> None:
+        """Say where this rank is, and hear whether another one has failed.
+
+        Raises:
+            CommSchedError: another rank has failed.
+        """
+        self.board.say(self.sequence)
+        if (said := self.board.failure()) is not None:
+            raise CommSchedError(f"{said}; restart the job")
+
+    def lost(self, what: str, sequence: int) -> CommSchedError:
+        """The error for a task that will not complete, with the ranks that are missing from it.
+
+        Args:
+            what: the task, its parameters, and what happened to it.
+            sequence: how many tasks this lane had issued before it.
+        """
+        try:
+            self.board.say(self.sequence)
+            # Ranks that wait as we do get one tick to say so; who stays silent is missing.
+            time.sleep(min(1.5 * TICK_S, self.timeout_s))
+            missing = self.board.behind(sequence)
+            whom = f"ranks that have not said they issued it: {missing or 'none'}"
+        except Exception as error:
+            whom = f"missing ranks unknown: the job's store does not answer ({error})"
+        return CommSchedError(f"{what}. {whom}. The process must be restarted.")
+
+    def announce(self, error: BaseException) -> None:
+        """Log this rank's failure and tell the others, who need not wait for their deadline."""
+        logger.error("rank %d: %s", self.member.global_rank, error)
+        try:
+            self.board.fail(str(error)[:2000])
+        except Exception:
+            logger.debug("could not tell the other ranks", exc_info=True)
+
+
+def _compare_settings(group: Group, member: Membership, settings: Settings) -> None:
+    own = {**settings.shared(), "version": __version__}
+    rows = [json.loads(row) for row in group.all_gather_bytes(json.dumps(own).encode())]
+    differences = []
+    for name in sorted({name for row in rows for name in row}):
+        values = [row.get(name) for row in rows]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            first, second = member.ranks[0], member.ranks[other]
+            differences.append(
+                f"{name} is {values[0]!r} on rank {first} and {values[other]!r} on rank {second}"
+            )
+    if differences:
+        raise SettingsError(
+            "ranks have different settings: " + "; ".join(differences) + ". Set them equally "
+            "(keywords of State, or COMMSCHED_* in every rank's environment) and restart the job"
+        )

@@ -1,0 +1,144 @@
+"""Plan: the total order of all tasks of one iteration. Frozen, printable, JSON both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from commsched.codecs import get as get_codec
+from commsched.errors import CommSchedError
+from commsched.layout import Chunk, Layout, Piece, digest_of
+
+__all__ = ["Plan", "Task", "agree"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One step on the wire for one chunk."""
+
+    index: int
+    op: str
+    chunk: Chunk
+    codec: str
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the encoded chunk (before the exchange's own factor, e.g. 2(n-1)/n)."""
+        import torch
+
+        codec = get_codec(self.codec)
+        return codec.wire(self.chunk.numel, getattr(torch, self.chunk.dtype)).nbytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank issues in one iteration, in this order, whenever each task is ready."""
+
+    policy: str
+    layout: Layout
+    tasks: tuple[Task, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal plans, on any rank."""
+        return digest_of(self._data())
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` reverses it exactly."""
+        return json.dumps(self._data())
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        data = json.loads(text)
+        tasks = tuple(_task(item) for item in data["tasks"])
+        return cls(data["policy"], Layout.from_json(data["layout"]), tasks)
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "layout": self.layout.to_json(),
+            "tasks": [asdict(task) for task in self.tasks],
+        }
+
+    def __str__(self) -> str:
+        head = (
+            f"plan {self.digest}: policy {self.policy}, {len(self.layout.buckets)} buckets, "
+            f"{len(self.tasks)} tasks, {self.layout.nbytes / 2**20:.2f} MB of gradients"
+        )
+        return "\n".join([head, *(f"  {self.describe(task)}" for task in self.tasks)])
+
+    def describe(self, task: Task) -> str:
+        """One line on one task: what it carries and whose gradients those are."""
+        chunk = task.chunk
+        buckets = sorted({piece.bucket for piece in chunk.pieces})
+        names = self.layout.buckets[buckets[0]].first_names()
+        where = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets}"
+        return (
+            f"task {task.index}: {task.op} of {chunk.nbytes / 2**20:.3f} MB {chunk.dtype} "
+            f"({task.codec}), {where}: {names}"
+        )
+
+
+def _task(item: dict[str, Any]) -> Task:
+    chunk = item["chunk"]
+    pieces = tuple(Piece(**piece) for piece in chunk["pieces"])
+    return Task(
+        item["index"], item["op"], Chunk(pieces, chunk["dtype"], chunk["sparse"]), item["codec"]
+    )
+
+
+class Control(Protocol):
+    """What agreeing needs of a group: small byte strings, exchanged in the group's own order."""
+
+    rank: int
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]: ...
+
+    def broadcast_bytes(self, payload: bytes) -> bytes: ...
+
+
+def agree(group: Control, layout: Layout, policy: Callable[[Layout], Plan]) -> Plan:
+    """Rank 0's plan, after every rank has checked that it fits its own model.
+
+    Collective: all ranks call it at the same place of the lane's order.
+
+    Raises:
+        CommSchedError: on every rank, when any rank's buckets differ from rank 0's, or the plan
+            did not arrive as it was sent.
+    """
+    sent = policy(layout).to_json() if group.rank == 0 else ""
+    plan = Plan.from_json(group.broadcast_bytes(sent.encode()).decode())
+    problem = _difference(plan.layout, layout)
+    verdict = json.dumps({"digest": plan.digest, "problem": problem})
+    verdicts = [json.loads(data) for data in group.all_gather_bytes(verdict.encode())]
+    problems = [
+        f"rank {rank}: {item['problem']}"
+        for rank, item in enumerate(verdicts)
+        if item["problem"] is not None
+    ]
+    if problems:
+        raise CommSchedError(
+            "ranks have different gradients, so no common plan exists; make the model, its frozen "
+            "parameters and DDP's arguments equal on all ranks. " + "; ".join(problems)
+        )
+    if len({item["digest"] for item in verdicts}) != 1:
+        raise CommSchedError(f"plan digests differ between ranks: {verdicts}; restart the job")
+    return plan
+
+
+def _difference(theirs: Layout, ours: Layout) -> str | None:
+    if theirs == ours:
+        return None
+    if len(theirs.buckets) != len(ours.buckets):
+        return f"{len(ours.buckets)} buckets where rank 0 has {len(theirs.buckets)}"
+    for index, (their, our) in enumerate(zip(theirs.buckets, ours.buckets, strict=True)):
+        if their != our:
+            return (
+                f"bucket {index} is {our.dtype} {our.numel} elements ({our.first_names()}) where "
+                f"rank 0 has {their.dtype} {their.numel} ({their.first_names()})"
+            )
+    return None

@@ -1,0 +1,126 @@
+"""Exposed communication, measured inside the run: how long training waited, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from commsched.jobs import Job
+from commsched.layout import BucketSpec
+
+__all__ = ["BucketReport", "Exposure", "Report"]
+
+WINDOW = 100  # steps that a report averages over
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """One bucket, averaged over the window. Times in milliseconds."""
+
+    params: tuple[str, ...]
+    nbytes: int
+    ready_ms: float  # from the first bucket's hook call to this one's
+    comm_ms: float  # from its hook call to its averaged gradients
+    exposed_ms: float  # the training thread's wait for it, after those for earlier buckets
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a State has measured on this rank over its last steps (at most 100).
+
+    `exposed_ms` is the time a step that the training thread stood still for communication at the
+    end of backward; 0 where commsched does not do the communication (`active` False).
+    """
+
+    active: bool
+    reason: str  # why not active, else ""
+    steps: int
+    exposed_ms: float
+    exposed_max_ms: float
+    wire_bytes_per_step: float
+    codec: str
+    policy: str
+    plan: str | None  # the plan's digest
+    buckets: tuple[BucketReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if not self.active:
+            return f"commsched is not active: {self.reason}"
+        lines = [
+            f"commsched, last {self.steps} steps: exposed {self.exposed_ms:.2f} ms a step "
+            f"(longest {self.exposed_max_ms:.2f}), {self.wire_bytes_per_step / 1e6:.2f} MB sent a "
+            f"step, policy {self.policy}, codec {self.codec}, plan {self.plan}",
+            "bucket       MB  ready ms   comm ms  exposed ms  first parameters",
+        ]
+        for index, row in enumerate(self.buckets):
+            names = ", ".join(row.params[:3]) + (", ..." if len(row.params) > 3 else "")
+            lines.append(
+                f"{index:6d} {row.nbytes / 1e6:8.2f} {row.ready_ms:9.2f} {row.comm_ms:9.2f} "
+                f"{row.exposed_ms:11.2f}  {names}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Step:
+    exposed_s: float
+    specs: tuple[BucketSpec, ...]
+    times_s: tuple[tuple[float, float, float], ...]  # ready, comm, exposed
+
+
+class Exposure:
+    """Collects the steps of one model. Written and read by the training thread only."""
+
+    def __init__(self) -> None:
+        self.steps: deque[_Step] = deque(maxlen=WINDOW)
+        self.count = 0
+
+    def add(self, jobs: Sequence[Job], waits_s: Sequence[float]) -> None:
+        """One step: its buckets, and the time waited for each."""
+        first_s = jobs[0].ready_s
+        times = [
+            (job.ready_s - first_s, job.done_s - job.ready_s, wait_s)
+            for job, wait_s in zip(jobs, waits_s, strict=True)
+        ]
+        self.count += 1
+        self.steps.append(_Step(sum(waits_s), tuple(job.spec for job in jobs), tuple(times)))
+
+    def report(self, wire_bytes: float, codec: str, policy: str, plan: str | None) -> Report:
+        """The report so far; `wire_bytes` is what was sent since the start."""
+        exposed_ms = [1e3 * step.exposed_s for step in self.steps]
+        return Report(
+            active=True,
+            reason="",
+            steps=len(self.steps),
+            exposed_ms=fmean(exposed_ms) if exposed_ms else 0.0,
+            exposed_max_ms=max(exposed_ms, default=0.0),
+            wire_bytes_per_step=wire_bytes / max(1, self.count),
+            codec=codec,
+            policy=policy,
+            plan=plan,
+            buckets=self._buckets(),
+        )
+
+    def _buckets(self) -> tuple[BucketReport, ...]:
+        if not self.steps:
+            return ()
+        specs = self.steps[-1].specs
+        like = [step.times_s for step in self.steps if step.specs == specs]
+        rows = []
+        for spec, times in zip(specs, zip(*like, strict=True), strict=True):
+            ready, comm, exposed = (1e3 * fmean(column) for column in zip(*times, strict=True))
+            names = tuple(param.name for param in spec.params)
+            rows.append(BucketReport(names, spec.nbytes, ready, comm, exposed))
+        return tuple(rows)
+
+
+def inactive(reason: str) -> Report:
+    """The report of a State that leaves communication to torch, or has not begun."""
+    return Report(False, reason, 0, 0.0, 0.0, 0.0, "none", "none", None, ())

@@ -1,0 +1,140 @@
+"""The live object behind one State once the first bucket has come: the training thread's side."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from commsched import codecs
+from commsched.codecs.feedback import ErrorFeedback
+from commsched.engine import Engine
+from commsched.errors import CommSchedError
+from commsched.group import Membership
+from commsched.jobs import Job
+from commsched.model import Buckets
+from commsched.report import Exposure, Report
+from commsched.settings import Settings
+
+__all__ = ["Session", "plain_all_reduce"]
+
+
+def plain_all_reduce(
+    process_group: dist.ProcessGroup, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP's own all-reduce, for gradients that commsched leaves alone."""
+    return allreduce_hook(process_group, bucket)
+
+
+class _Step:
+    """The buckets of one backward."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.keys: set[int] = set()
+        self.has_callback = False
+        self.error: BaseException | None = None
+
+
+class Session:
+    """Turns hook calls into jobs and waits for them at the end of backward.
+
+    It waits there in Python, not in the reducer's C++: so an error keeps its type, Ctrl-C works,
+    and the wait is measured. The callback that DDP's first hook call queues runs after all of
+    backward's computing and before the reducer waits for its futures.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, settings: Settings, buckets: Buckets
+    ) -> None:
+        self.settings = settings
+        self.buckets = buckets
+        self.exposure = Exposure()
+        lossy = codecs.get(settings.codec).lossy
+        feedback = ErrorFeedback() if lossy and settings.error_feedback else None
+        self.engine = Engine(Membership(process_group), settings, feedback)
+        ddp = buckets.ddp
+        # A static graph's first hooks run in the reducer's last callback, which then waits in C++
+        # at once; ours would come too late.
+        self._wait_in_hook = ddp is not None and ddp.static_graph
+        self._step: _Step | None = None
+
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """One hook call. Never blocks, but for a static graph's first backward."""
+        buffer = bucket.buffer()
+        key, spec = self.buckets.recognise(bucket, buffer)
+        step, begins = self._step_of(key)
+        job = Job(key, spec, buffer)
+        step.jobs.append(job)
+        step.keys.add(key)
+        try:
+            self.engine.submit(job, begins)
+        except CommSchedError as error:
+            if not step.has_callback:
+                raise
+            # Raising here would leave the reducer unusable and its lock cannot be taken again to
+            # repair it; the callback raises instead.
+            step.error = error
+            job.future.set_result(buffer)
+            return job.future
+        if bucket.is_last():
+            self.engine.end()
+        if self._wait_in_hook:
+            self.engine.wait(job)
+        return job.future.then(job.value)
+
+    def report(self) -> Report:
+        """What was measured so far."""
+        engine, plan = self.engine, self.engine.plan
+        digest = None if plan is None else plan.digest
+        settings = self.settings
+        return self.exposure.report(engine.wire_bytes, settings.codec, settings.policy, digest)
+
+    def _step_of(self, key: int) -> tuple[_Step, bool]:
+        # A bucket that comes again begins a new step: outside autograd (join) nothing ends one,
+        # and neither does a backward that raised.
+        if self._step is not None and key not in self._step.keys:
+            return self._step, False
+        step = self._step = _Step()
+        try:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._end_of_backward, step))
+            step.has_callback = True
+        except RuntimeError:
+            pass  # not inside a backward: a joined rank shadows the others' collectives
+        return step, True
+
+    def _end_of_backward(self, step: _Step) -> None:
+        if self._step is step:
+            self._step = None
+        self._wait_in_hook = False
+        try:
+            if step.error is not None:
+                raise step.error
+            self.engine.end()
+            self.exposure.add(step.jobs, [self._wait(job) for job in step.jobs])
+        except BaseException as error:
+            if not isinstance(error, CommSchedError):
+                self.engine.fail(
+                    CommSchedError(f"interrupted by {type(error).__name__}; restart the process")
+                )
+            self._repair()
+            raise
+
+    def _wait(self, job: Job) -> float:
+        if job.done.is_set() and job.error is None:
+            return 0.0
+        begin_s = time.monotonic()
+        self.engine.wait(job)
+        return time.monotonic() - begin_s
+
+    def _repair(self) -> None:
+        """Let the reducer begin another backward: it never saw this one's end."""
+        ddp = self.buckets.ddp
+        if ddp is not None:
+            ddp.reducer._reset_state()
