@@ -243,7 +243,7 @@ class Engine:
             self._iteration.end()
             self._held.append(partial(self._on_ready, job, begins))
             return
-        if begins:
+        if begins or self._iteration.closed:
             self._iteration = Iteration(self._plan_of, self._iteration.next_plan())
         self._iteration.add(job)
         if job.tasks_left == 0:  # no elements
@@ -270,7 +270,9 @@ class Engine:
         iteration.closed = True
         layout = iteration.new_layout()
         if layout is not None:
-            self.plan = agree(lane.group, layout, self._plan_of)
+            self.plan = lane.agree(
+                "agreeing on a plan", partial(agree, lane.group, layout, self._plan_of)
+            )
             iteration.adopt(self.plan)
             logger.info("%s", str(self.plan).partition("\n")[0])
             logger.debug("%s", self.plan)

@@ -7,6 +7,7 @@ and gloo matches collectives by the order in which each rank issues them.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from commsched.errors import CommSchedError
 __all__ = ["Board", "Group", "Membership"]
 
 POLL_S = 0.005
+WARN_S = 30.0  # ranks start together; later than this, something is probably wrong
+
+logger = logging.getLogger("commsched")
 _serials: dict[tuple[int, ...], int] = {}
 
 
@@ -61,17 +65,23 @@ class Board:
         """
         self.store.set(f"join/{self.member.rank}", "1")
         keys = [f"join/{rank}" for rank in range(len(self.member.ranks))]
-        end = time.monotonic() + deadline_s
+        began_s = time.monotonic()
+        warned = False
         while not self.store.check(keys):
             if cancelled():
                 raise CommSchedError("closed before the other ranks had come")
-            if time.monotonic() > end:
+            waited_s = time.monotonic() - began_s
+            if waited_s > deadline_s or (waited_s > WARN_S and not warned):
                 missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
-                raise CommSchedError(
+                text = (
                     f"ranks {self._global(missing)} have not reached their first gradient bucket "
-                    f"within timeout_s={deadline_s:g}; is the hook registered on every rank, and "
-                    "does every rank run backward()?"
+                    f"within {waited_s:.1f} s (timeout_s={deadline_s:g}); is the hook registered "
+                    "on every rank, and does every rank run backward()?"
                 )
+                if waited_s > deadline_s:
+                    raise CommSchedError(text)
+                logger.warning("%s", text)
+                warned = True
             time.sleep(POLL_S)
 
     def say(self, issued: int) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Group, Membership
@@ -17,6 +18,7 @@ __all__ = ["TICK_S", "Lane"]
 TICK_S = 1.0  # how often whoever waits looks at its deadline and at the board
 
 logger = logging.getLogger("commsched")
+T = TypeVar("T")
 
 
 class Lane:
@@ -36,7 +38,21 @@ class Lane:
         self.board.join(settings.timeout_s, cancelled)
         threads = max(2, min(16, settings.credit_bytes // settings.chunk_bytes))
         self.group = Group(member, self.board, threads, settings.timeout_s)
-        _compare_settings(self.group, member, settings)
+        self.agree("comparing settings", lambda: _compare_settings(self.group, member, settings))
+
+    def agree(self, what: str, exchange: Callable[[], T]) -> T:
+        """Do `exchange`, a blocking conversation of all ranks, as one more task of the lane.
+
+        Raises:
+            CommSchedError: it failed; names the ranks that did not take part.
+        """
+        sequence, self.sequence = self.sequence, self.sequence + 1
+        try:
+            return exchange()
+        except CommSchedError:
+            raise
+        except RuntimeError as error:
+            raise self.lost(f"{what}: {error}", sequence) from error
 
     def check_peers(self) -> None:
         """Say where this rank is, and hear whether another one has failed.

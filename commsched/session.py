@@ -82,8 +82,9 @@ class Session:
             step.error = error
             job.future.set_result(buffer)
             return job.future
-        if bucket.is_last():
+        if bucket.is_last():  # not always true of the last one: see the callback, and `_step_of`
             self.engine.end()
+            self._step = None
         if self._wait_in_hook:
             self.engine.wait(job)
         return job.future.then(job.value)
@@ -96,8 +97,7 @@ class Session:
         return self.exposure.report(engine.wire_bytes, settings.codec, settings.policy, digest)
 
     def _step_of(self, key: int) -> tuple[_Step, bool]:
-        # A bucket that comes again begins a new step: outside autograd (join) nothing ends one,
-        # and neither does a backward that raised.
+        # A bucket that comes again begins a new step: a backward that raised never ended its own.
         if self._step is not None and key not in self._step.keys:
             return self._step, False
         step = self._step = _Step()

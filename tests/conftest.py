@@ -1,0 +1,22 @@
+"""Makes ``from tests.distributed import ...`` work everywhere and closes the rank pools."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+# Registered by hand: it then depends neither on the import mode nor on the
+# repository root being on sys.path (`pytest` does not put it there), and a
+# stray top-level `tests` in site-packages cannot win.
+_TESTS = str(Path(__file__).resolve().parent)
+if _TESTS not in [str(path) for path in getattr(sys.modules.get("tests"), "__path__", [])]:
+    _package = sys.modules["tests"] = ModuleType("tests")
+    _package.__path__ = [_TESTS]
+
+from tests import distributed  # noqa: E402
+
+
+def pytest_sessionfinish() -> None:
+    """Also runs when the session is interrupted (Ctrl-C, ``pytest.exit``)."""
+    distributed.close_pools()
