@@ -89,13 +89,14 @@ class Engine:
         """No more buckets will come in this iteration: send what was waiting to be fused."""
         self._queue.put(self._on_end)
 
-    def wait(self, job: Job) -> None:
-        """Wait until `job` is finished. Ctrl-C works while waiting.
+    def wait(self, job: Job, nearly: bool = False) -> None:
+        """Wait until `job` is finished, or `nearly`. Ctrl-C works while waiting.
 
         Raises:
             CommSchedError: the engine failed, or gave no sign of life past its deadline.
         """
-        while not job.done.wait(TICK_S):
+        event = job.nearly if nearly else job.done
+        while not event.wait(TICK_S):
             silent_s = time.monotonic() - self._beat_s
             if not self._thread.is_alive() or silent_s > self.settings.timeout_s + 10 * TICK_S:
                 self.fail(CommSchedError(f"the engine has stopped ({silent_s:.0f} s ago)"))
@@ -224,8 +225,7 @@ class Engine:
     def _finish(self, run: Run, total: torch.Tensor) -> None:
         self._packer.unpack(run, total)
         for job in run.jobs.values():
-            job.tasks_left -= 1
-            if job.tasks_left == 0:
+            if job.task_done():
                 self._finish_job(job)
 
     def _finish_job(self, job: Job) -> None:

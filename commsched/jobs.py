@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -17,14 +18,39 @@ from commsched.exchange import Stages
 from commsched.layout import BucketSpec, Chunk
 from commsched.plan import Plan, Task
 
-__all__ = ["Job", "Run"]
+__all__ = ["Job", "Poison", "Run"]
+
+
+class Poison(torch.Tensor):
+    """A result that raises `error` when the reducer uses it.
+
+    The reducer turns an exception of a future into a RuntimeError of its own; one that comes out of
+    a tensor operation it lets through, with its type, and stays usable afterwards.
+    """
+
+    error: BaseException
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, error: BaseException) -> Poison:
+        """A tensor of `like`'s shape and dtype, without memory."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        poison: Poison = make(cls, like.size(), dtype=like.dtype, device=like.device)
+        poison.error = error
+        return poison
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Whatever is done with it, raise."""
+        raise next(arg.error for arg in args if isinstance(arg, Poison))
 
 
 class Job:
     """One bucket of one iteration, from the hook's call until its gradients are averaged.
 
-    The training thread makes it and waits for `done`; after submitting it only the engine's
-    thread writes to it.
+    The training thread makes it and waits for its events; after submitting it only the engine's
+    thread writes to it, or whoever fails the engine.
     """
 
     def __init__(self, key: int, spec: BucketSpec, buffer: torch.Tensor) -> None:
@@ -33,24 +59,29 @@ class Job:
         self.buffer = buffer
         self.result = buffer
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.nearly = threading.Event()  # done, or but one task of several
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.tasks_left = 0
         self.ready_s = time.monotonic()
         self.done_s = 0.0
 
+    def task_done(self) -> bool:
+        """One of its tasks is done; returns whether that was the last."""
+        self.tasks_left -= 1
+        if self.tasks_left == 1:
+            self.nearly.set()
+        return self.tasks_left == 0
+
     def finish(self, error: BaseException | None = None) -> None:
         """Hand the result, or the error, to whoever waits. Once only."""
         self.error = error
+        if error is not None:
+            self.result = Poison(self.buffer, error)
         self.done_s = time.monotonic()
         self.future.set_result(self.result)
         self.done.set()
-
-    def value(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        """The future's continuation: DDP only sees errors that a continuation raises."""
-        if self.error is not None:
-            raise self.error
-        return future.value()
+        self.nearly.set()
 
 
 @dataclass(eq=False)

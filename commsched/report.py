@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -79,26 +79,40 @@ class Exposure:
     """Collects the steps of one model. Written and read by the training thread only."""
 
     def __init__(self) -> None:
-        self.steps: deque[_Step] = deque(maxlen=WINDOW)
         self.count = 0
+        self._steps: deque[_Step] = deque(maxlen=WINDOW)
+        self._open: tuple[list[Job], list[float], float] | None = None
 
-    def add(self, jobs: Sequence[Job], waits_s: Sequence[float]) -> None:
-        """One step: its buckets, and the time waited for each."""
+    def add(self, jobs: list[Job], waits_s: list[float]) -> None:
+        """One step: its buckets, and the time waited for each.
+
+        The last one may still be on its way, for a moment in which the reducer waits for it.
+        """
+        self._settle()
+        self.count += 1
+        self._open = jobs, waits_s, time.monotonic()
+
+    def _settle(self) -> None:
+        if self._open is None:
+            return
+        jobs, waits_s, left_s = self._open
+        self._open = None
+        waits_s[-1] += max(0.0, jobs[-1].done_s - left_s)
         first_s = jobs[0].ready_s
         times = [
             (job.ready_s - first_s, job.done_s - job.ready_s, wait_s)
             for job, wait_s in zip(jobs, waits_s, strict=True)
         ]
-        self.count += 1
-        self.steps.append(_Step(sum(waits_s), tuple(job.spec for job in jobs), tuple(times)))
+        self._steps.append(_Step(sum(waits_s), tuple(job.spec for job in jobs), tuple(times)))
 
     def report(self, wire_bytes: float, codec: str, policy: str, plan: str | None) -> Report:
         """The report so far; `wire_bytes` is what was sent since the start."""
-        exposed_ms = [1e3 * step.exposed_s for step in self.steps]
+        self._settle()
+        exposed_ms = [1e3 * step.exposed_s for step in self._steps]
         return Report(
             active=True,
             reason="",
-            steps=len(self.steps),
+            steps=len(self._steps),
             exposed_ms=fmean(exposed_ms) if exposed_ms else 0.0,
             exposed_max_ms=max(exposed_ms, default=0.0),
             wire_bytes_per_step=wire_bytes / max(1, self.count),
@@ -109,10 +123,10 @@ class Exposure:
         )
 
     def _buckets(self) -> tuple[BucketReport, ...]:
-        if not self.steps:
+        if not self._steps:
             return ()
-        specs = self.steps[-1].specs
-        like = [step.times_s for step in self.steps if step.specs == specs]
+        specs = self._steps[-1].specs
+        like = [step.times_s for step in self._steps if step.specs == specs]
         rows = []
         for spec, times in zip(specs, zip(*like, strict=True), strict=True):
             ready, comm, exposed = (1e3 * fmean(column) for column in zip(*times, strict=True))

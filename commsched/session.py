@@ -38,15 +38,14 @@ class _Step:
         self.jobs: list[Job] = []
         self.keys: set[int] = set()
         self.has_callback = False
-        self.error: BaseException | None = None
 
 
 class Session:
     """Turns hook calls into jobs and waits for them at the end of backward.
 
-    It waits there in Python, not in the reducer's C++: so an error keeps its type, Ctrl-C works,
-    and the wait is measured. The callback that DDP's first hook call queues runs after all of
-    backward's computing and before the reducer waits for its futures.
+    It waits in Python, not in the reducer's C++, so that Ctrl-C works and the wait is measured. The
+    callback that DDP's first hook call queues runs after all of backward's computing and before the
+    reducer waits for its futures.
     """
 
     def __init__(
@@ -62,6 +61,9 @@ class Session:
         # A static graph's first hooks run in the reducer's last callback, which then waits in C++
         # at once; ours would come too late.
         self._wait_in_hook = ddp is not None and ddp.static_graph
+        # Without gradient_as_bucket_view the reducer ends with a copy of all gradients. Letting it
+        # begin while the last task travels hides most of that.
+        self._nearly = ddp is not None and not ddp.gradient_as_bucket_view
         self._step: _Step | None = None
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -76,18 +78,14 @@ class Session:
             self.engine.submit(job, begins)
         except CommSchedError as error:
             if not step.has_callback:
-                raise
-            # Raising here would leave the reducer unusable and its lock cannot be taken again to
-            # repair it; the callback raises instead.
-            step.error = error
-            job.future.set_result(buffer)
-            return job.future
+                raise  # a joined rank drops the results, and an error in them
+            job.finish(error)
         if bucket.is_last():  # not always true of the last one: see the callback, and `_step_of`
             self.engine.end()
             self._step = None
         if self._wait_in_hook:
-            self.engine.wait(job)
-        return job.future.then(job.value)
+            self._wait(job)
+        return job.future
 
     def report(self) -> Report:
         """What was measured so far."""
@@ -113,28 +111,26 @@ class Session:
         if self._step is step:
             self._step = None
         self._wait_in_hook = False
-        try:
-            if step.error is not None:
-                raise step.error
-            self.engine.end()
-            self.exposure.add(step.jobs, [self._wait(job) for job in step.jobs])
-        except BaseException as error:
-            if not isinstance(error, CommSchedError):
-                self.engine.fail(
-                    CommSchedError(f"interrupted by {type(error).__name__}; restart the process")
-                )
-            self._repair()
-            raise
+        self.engine.end()
+        last = len(step.jobs) - 1
+        waits_s = [
+            self._wait(job, self._nearly and index == last) for index, job in enumerate(step.jobs)
+        ]
+        self.exposure.add(step.jobs, waits_s)
 
-    def _wait(self, job: Job) -> float:
-        if job.done.is_set() and job.error is None:
-            return 0.0
+    def _wait(self, job: Job, nearly: bool = False) -> float:
+        """Seconds waited for `job`. An error is left to its result, which raises in the reducer."""
         begin_s = time.monotonic()
-        self.engine.wait(job)
+        try:
+            self.engine.wait(job, nearly)
+        except CommSchedError:
+            pass
+        except BaseException as error:  # Ctrl-C
+            self.engine.fail(
+                CommSchedError(f"interrupted by {type(error).__name__}; restart the process")
+            )
+            ddp = self.buckets.ddp
+            if ddp is not None:
+                ddp.reducer._reset_state()  # it will not see the end of this backward
+            raise
         return time.monotonic() - begin_s
-
-    def _repair(self) -> None:
-        """Let the reducer begin another backward: it never saw this one's end."""
-        ddp = self.buckets.ddp
-        if ddp is not None:
-            ddp.reducer._reset_state()
