@@ -53,7 +53,9 @@ def settings_markdown() -> str:
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return "1" if value else "0"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
 
 
 if __name__ == "__main__":

@@ -179,8 +179,8 @@ class Engine:
 
     def _issue_ready(self, lane: Lane) -> None:
         while (run := self._iteration.head()) is not None:
-            in_flight = sum(other.cost for other in self._in_flight)
-            if in_flight and in_flight + run.cost > self.settings.credit_bytes:
+            used = sum(other.task.wire_bytes for other in self._in_flight)
+            if used and used + run.task.wire_bytes > self.settings.credit_bytes:
                 return
             self._issue(self._iteration.order.popleft(), lane)
 

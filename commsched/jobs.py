@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from commsched.codecs import Codec
 from commsched.codecs import get as get_codec
@@ -43,7 +44,8 @@ class Poison(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Whatever is done with it, raise."""
-        raise next(arg.error for arg in args if isinstance(arg, Poison))
+        leaves = tree_leaves((args, kwargs))
+        raise next(leaf.error for leaf in leaves if isinstance(leaf, Poison))
 
 
 class Job:
@@ -109,11 +111,6 @@ class Run:
     def codec(self) -> Codec:
         """The task's codec."""
         return get_codec(self.task.codec)
-
-    @property
-    def cost(self) -> int:
-        """Bytes of credit it takes."""
-        return self.task.wire_bytes
 
     def views(self) -> list[torch.Tensor]:
         """The bucket ranges it carries, in order."""

@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["BucketSpec", "Chunk", "Layout", "ParamSpec", "Piece", "Span", "cut", "digest_of"]
+__all__ = [
+    "BucketSpec",
+    "Chunk",
+    "Layout",
+    "ParamSpec",
+    "Piece",
+    "Span",
+    "cut",
+    "digest_of",
+    "first_names",
+]
 
 ALIGN_BYTES = 64  # chunk bounds on cache lines, so that two threads never share one
 
@@ -23,6 +33,13 @@ def digest_of(data: Any) -> str:
     """Sixteen hex digits that stand for `data` (JSON values)."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def first_names(names: Iterable[str], count: int = 3) -> str:
+    """The first of some parameters' names, and how many more there are, for messages."""
+    names = list(names)
+    more = len(names) - count
+    return ", ".join(names[:count]) + (f", ... ({more} more)" if more > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -56,12 +73,6 @@ class BucketSpec:
     def nbytes(self) -> int:
         """Bytes of gradients; of the dense gradient where it is sparse."""
         return self.numel * self.itemsize
-
-    def first_names(self, count: int = 3) -> str:
-        """The first parameters' names, for messages."""
-        names = [param.name for param in self.params[:count]]
-        more = len(self.params) - len(names)
-        return ", ".join(names) + (f", ... ({more} more)" if more else "")
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,7 @@ def _pieces(index: int, bucket: BucketSpec, chunk_bytes: int) -> Iterator[Chunk]
     count = -(-bucket.nbytes // chunk_bytes)
     align = max(1, ALIGN_BYTES // bucket.itemsize)
     limit = max(1, chunk_bytes // bucket.itemsize)
+    limit = max(limit // align * align, min(limit, align))
     size = -(-bucket.numel // count)
     size = min(-(-size // align) * align, limit)
     for start in range(0, bucket.numel, size):

@@ -13,8 +13,6 @@ from commsched.jobs import Run
 
 __all__ = ["Packer"]
 
-KEPT_PER_SIZE = 4  # free buffers kept of one size: more than are ever encoded or decoded at once
-
 
 class Packer:
     """Turns ready runs into wire tensors and finished ones back into averaged gradients.
@@ -25,27 +23,35 @@ class Packer:
     def __init__(self, world_size: int, feedback: ErrorFeedback | None) -> None:
         self.world_size = world_size
         self.feedback = feedback
-        self._free: dict[WireSpec, list[torch.Tensor]] = defaultdict(list)
+        self._share = 1.0 / world_size
+        self._is_power_of_two = world_size & (world_size - 1) == 0
+        self._free: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        self._largest: dict[torch.dtype, int] = defaultdict(int)
 
     def pack(self, run: Run) -> torch.Tensor:
-        """The tensor to send for `run`: the mean's share of this rank, encoded."""
+        """The tensor to send for `run`: this rank's share of the mean, encoded."""
         if run.task.chunk.sparse:
             (job,) = run.jobs.values()
-            run.wire = job.buffer * (1.0 / self.world_size)
+            run.wire = job.buffer * self._share
             return run.wire
-        run.flat = self._gather(run)
-        if run.codec.name == "none":
-            run.wire = run.flat
+        codec = run.codec
+        if codec.name == "none":
+            run.flat = run.wire = self._gather(run, self._share)
             return run.wire
-        wire = self._take(run.codec.wire(run.flat.numel(), run.flat.dtype))
-        spans = list(run.plan.layout.spans(run.chunk)) if self.feedback is not None else []
-        if self.feedback is not None:
-            self.feedback.add(spans, run.flat)
-        run.codec.encode(run.flat, wire)
-        if self.feedback is not None:
-            self.feedback.keep(spans, run.flat, run.codec, wire)
-        run.wire = wire
-        return wire
+        on_wire = codec.scales_exactly and self._is_power_of_two and self.feedback is None
+        run.flat = self._gather(run, 1.0 if on_wire else self._share)
+        run.wire = self._take(codec.wire(run.flat.numel(), run.flat.dtype))
+        self._encode(run, run.flat, run.wire)
+        return run.wire.mul_(self._share) if on_wire else run.wire
+
+    def _encode(self, run: Run, flat: torch.Tensor, wire: torch.Tensor) -> None:
+        if self.feedback is None:
+            run.codec.encode(flat, wire)
+            return
+        spans = list(run.plan.layout.spans(run.chunk))
+        self.feedback.add(spans, flat)
+        run.codec.encode(flat, wire)
+        self.feedback.keep(spans, flat, run.codec, wire)
 
     def unpack(self, run: Run, total: torch.Tensor) -> None:
         """Write `total`, the summed wire tensor, into the run's buckets."""
@@ -70,27 +76,29 @@ class Packer:
         name = "sparse_all_reduce" if run.task.chunk.sparse else run.codec.exchange
         return exchange.get(name)
 
-    def _gather(self, run: Run) -> torch.Tensor:
-        views = run.views()
-        dtype = views[0].dtype
+    def _gather(self, run: Run, scale: float) -> torch.Tensor:
         # Divide before the sum, by multiplying with the reciprocal, exactly as DDP does without a
         # hook: bit-equal results, and half-precision sums stay in range.
-        scale = 1.0 / self.world_size if _divided_first(dtype) else 1
+        views = run.views()
+        dtype = views[0].dtype
         if len(views) == 1:
-            return views[0].mul_(scale)
+            return views[0] if scale == 1.0 or not _divided_first(dtype) else views[0].mul_(scale)
         flat = self._take(WireSpec(dtype, sum(view.numel() for view in views)))
-        for view, piece in zip(views, _split_like(flat, views), strict=True):
-            torch.mul(view, scale, out=piece)
-        return flat
+        torch._foreach_copy_(_split_like(flat, views), views)
+        return flat.mul_(scale) if _divided_first(dtype) else flat
 
     def _take(self, spec: WireSpec) -> torch.Tensor:
-        free = self._free[spec]
-        return free.pop() if free else spec.empty()
+        free = self._free[spec.dtype]
+        for index, tensor in enumerate(free):
+            if tensor.numel() >= spec.numel:
+                return free.pop(index)[: spec.numel]
+        # As large as any chunk of this dtype so far: then every buffer fits every chunk.
+        self._largest[spec.dtype] = max(self._largest[spec.dtype], spec.numel)
+        return torch.empty(self._largest[spec.dtype], dtype=spec.dtype)[: spec.numel]
 
     def _give(self, tensor: torch.Tensor) -> None:
-        free = self._free[WireSpec(tensor.dtype, tensor.numel())]
-        if len(free) < KEPT_PER_SIZE:
-            free.append(tensor)
+        base = tensor._base
+        self._free[tensor.dtype].append(tensor if base is None else base)
 
 
 def _split_like(flat: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Protocol
+
+import torch
 
 from commsched.codecs import get as get_codec
 from commsched.errors import CommSchedError
-from commsched.layout import Chunk, Layout, Piece, digest_of
+from commsched.layout import BucketSpec, Chunk, Layout, Piece, digest_of, first_names
 
 __all__ = ["Plan", "Task", "agree"]
 
@@ -24,11 +27,9 @@ class Task:
     chunk: Chunk
     codec: str
 
-    @property
+    @cached_property
     def wire_bytes(self) -> int:
         """Bytes of the encoded chunk (before the exchange's own factor, e.g. 2(n-1)/n)."""
-        import torch
-
         codec = get_codec(self.codec)
         return codec.wire(self.chunk.numel, getattr(torch, self.chunk.dtype)).nbytes
 
@@ -74,12 +75,11 @@ class Plan:
     def describe(self, task: Task) -> str:
         """One line on one task: what it carries and whose gradients those are."""
         chunk = task.chunk
-        buckets = sorted({piece.bucket for piece in chunk.pieces})
-        names = self.layout.buckets[buckets[0]].first_names()
+        buckets = [piece.bucket for piece in chunk.pieces]
         where = f"bucket {buckets[0]}" if len(buckets) == 1 else f"buckets {buckets}"
         return (
             f"task {task.index}: {task.op} of {chunk.nbytes / 2**20:.3f} MB {chunk.dtype} "
-            f"({task.codec}), {where}: {names}"
+            f"({task.codec}), {where}: {first_names(s.param for s in self.layout.spans(chunk))}"
         )
 
 
@@ -137,8 +137,16 @@ def _difference(theirs: Layout, ours: Layout) -> str | None:
         return f"{len(ours.buckets)} buckets where rank 0 has {len(theirs.buckets)}"
     for index, (their, our) in enumerate(zip(theirs.buckets, ours.buckets, strict=True)):
         if their != our:
-            return (
-                f"bucket {index} is {our.dtype} {our.numel} elements ({our.first_names()}) where "
-                f"rank 0 has {their.dtype} {their.numel} ({their.first_names()})"
-            )
+            return f"bucket {index} {_bucket_difference(their, our)}"
     return None
+
+
+def _bucket_difference(their: BucketSpec, our: BucketSpec) -> str:
+    kinds = [f"{'sparse' if spec.sparse else 'dense'} {spec.dtype}" for spec in (our, their)]
+    if kinds[0] != kinds[1]:
+        return f"is {kinds[0]} where rank 0 has {kinds[1]}"
+    for our_param, their_param in zip_longest(our.params, their.params):
+        if our_param != their_param:
+            said = [f"{p.name} ({p.numel})" if p else "nothing" for p in (our_param, their_param)]
+            return f"holds {said[0]} where rank 0 has {said[1]}"
+    raise AssertionError("the buckets are equal")

@@ -145,13 +145,14 @@ class SettingSpec:
         Raises:
             SettingsError: wrong type, out of range, or not one of the choices.
         """
-        if self.type is float and type(value) is int:
+        if self.type is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
         right_type = type(value) is self.type  # exactly: True is an int, but not for chunk_mb
         if not right_type:
             raise self._error(said_by, value)
         if self.choices is not None and value not in self.choices:
-            raise self._error(said_by, value, difflib.get_close_matches(value, self.choices, 1))
+            near = difflib.get_close_matches(value.lower(), self.choices, 1)
+            raise self._error(said_by, value, near)
         if self.low is not None and self.high is not None and not self.low <= value <= self.high:
             raise self._error(said_by, value)
         return value

@@ -58,7 +58,10 @@ class _Cast(Codec):
         return WireSpec(self.to, numel)
 
     def encode(self, grad: torch.Tensor, out: torch.Tensor) -> None:
-        """Cast, rounding to nearest even; out-of-range values become Inf, NaN stays NaN."""
+        """Cast; out-of-range values become Inf, NaN stays NaN.
+
+        Rounds to nearest even (float64 by way of float32, as torch does, so twice).
+        """
         out.copy_(grad)
 
     def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
@@ -77,4 +80,5 @@ class Bf16(_Cast):
     """bfloat16: 8 bits of precision, the range of float32."""
 
     name = "bf16"
+    scales_exactly = True
     to = torch.bfloat16

@@ -1,0 +1,425 @@
+"""Iteration: plan order whatever comes when, and nothing that came is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commsched.errors import CommSchedError
+from commsched.iteration import Iteration, KnownPlan
+from commsched.jobs import Job, Run
+from commsched.layout import BucketSpec, Layout, ParamSpec
+from commsched.plan import Plan
+from commsched.policies import get
+from commsched.settings import MB, Settings
+
+CHUNK_BYTES, FUSION_BYTES = 256, 128  # of float32: cut above 64 elements, fused below 32
+SETTINGS = Settings(chunk_mb=CHUNK_BYTES / MB, fusion_mb=FUSION_BYTES / MB)
+CUT, FUSED = 150, 10  # a bucket of three chunks, one of less than a chunk
+
+
+def plan_of(layout: Layout) -> Plan:
+    return get("fifo")(layout, SETTINGS)
+
+
+def spec(key: int, numel: int) -> BucketSpec:
+    return BucketSpec((ParamSpec(f"p{key}", numel),), "float32")
+
+
+def job(key: int, numel: int) -> Job:
+    return Job(key, spec(key, numel), torch.full((numel,), float(key)))
+
+
+def known(*numels: int) -> KnownPlan:
+    """A plan for buckets of these sizes, whose keys are their places."""
+    layout = Layout(tuple(spec(key, numel) for key, numel in enumerate(numels)))
+    return KnownPlan(plan_of(layout), {key: key for key in range(len(numels))})
+
+
+def begin(*numels: int) -> Iteration:
+    return Iteration(plan_of, known(*numels))
+
+
+def take(iteration: Iteration) -> list[Run]:
+    """Issue everything that is ready, as the engine does."""
+    runs = []
+    while (run := iteration.head()) is not None:
+        assert iteration.order.popleft() is run
+        runs.append(run)
+    return runs
+
+
+def carried(runs: Iterable[Run]) -> list[tuple[int, int, int]]:
+    """(key, first element, elements) of every piece, in the order in which they are sent."""
+    return [
+        (run.jobs[piece.bucket].key, piece.start, piece.numel)
+        for run in runs
+        for piece in run.chunk.pieces
+    ]
+
+
+def keys(runs: Iterable[Run]) -> list[list[int]]:
+    return [[run.jobs[piece.bucket].key for piece in run.chunk.pieces] for run in runs]
+
+
+# ---------------------------------------------------------------- as planned
+
+
+def test_tasks_go_in_plan_order() -> None:
+    iteration = begin(CUT, FUSED, FUSED, CUT)
+    plan = iteration.next_plan().plan
+    assert [run.task for run in iteration.order] == list(plan.tasks)
+    runs = []
+    for key, numel in enumerate((CUT, FUSED, FUSED, CUT)):
+        iteration.add(job(key, numel))
+        runs += take(iteration)
+    assert [run.task for run in runs] == list(plan.tasks)
+    assert all(run.plan is plan for run in runs)
+    iteration.end()
+    assert not iteration.order
+    assert iteration.new_layout() is None
+
+
+def test_nothing_is_ready_before_its_bucket_has_come() -> None:
+    iteration = begin(CUT, CUT)
+    assert iteration.head() is None
+    iteration.add(job(0, CUT))
+    assert len(take(iteration)) == 3
+    assert iteration.head() is None
+    assert len(iteration.order) == 3
+
+
+def test_a_fused_chunk_waits_for_all_its_buckets() -> None:
+    iteration = begin(FUSED, FUSED, FUSED)
+    for key in range(2):
+        iteration.add(job(key, FUSED))
+        assert iteration.head() is None
+    iteration.add(job(2, FUSED))
+    (run,) = take(iteration)
+    assert sorted(run.jobs) == [0, 1, 2]
+    assert [view[0].item() for view in run.views()] == [0.0, 1.0, 2.0]
+
+
+def test_a_jobs_tasks_are_counted_as_it_comes() -> None:
+    iteration = begin(CUT, FUSED, FUSED)
+    jobs = [job(0, CUT), job(1, FUSED), job(2, FUSED)]
+    for item in jobs:
+        iteration.add(item)
+    assert [item.tasks_left for item in jobs] == [3, 1, 1]
+
+
+def test_an_empty_bucket_has_no_tasks() -> None:
+    for iteration in (begin(0, CUT), Iteration(plan_of, None)):
+        empty = job(0, 0)
+        iteration.add(empty)
+        assert empty.tasks_left == 0
+        assert iteration.head() is None
+        iteration.add(job(1, CUT))
+        assert carried(take(iteration)) == [(1, 0, 64), (1, 64, 64), (1, 128, 22)]
+
+
+# ---------------------------------------------------------------- buckets that do not come
+
+
+def test_a_skipped_bucket_is_dropped_when_a_later_one_comes() -> None:
+    iteration = begin(CUT, CUT, CUT)
+    iteration.add(job(1, CUT))
+    assert keys(take(iteration)) == [[1]] * 3
+    iteration.add(job(2, CUT))
+    assert keys(take(iteration)) == [[2]] * 3
+    iteration.end()
+    assert iteration.new_layout() is None
+
+
+def test_buckets_missing_at_the_end_are_dropped() -> None:
+    iteration = begin(CUT, CUT, CUT)
+    iteration.add(job(0, CUT))
+    assert len(iteration.order) == 9
+    iteration.end()
+    assert iteration.ended
+    assert keys(take(iteration)) == [[0]] * 3
+    assert not iteration.order
+
+
+def test_a_fused_chunk_goes_without_the_bucket_that_was_skipped() -> None:
+    iteration = begin(FUSED, FUSED, FUSED)
+    iteration.add(job(0, FUSED))
+    iteration.add(job(2, FUSED))
+    (run,) = take(iteration)
+    assert keys([run]) == [[0, 2]]
+    assert run.chunk.numel == 2 * FUSED
+    assert len(run.views()) == 2
+
+
+def test_a_fused_chunk_goes_without_the_bucket_missing_at_the_end() -> None:
+    for came in ([0], [1], [0, 1], [1, 2], [2]):
+        iteration = begin(FUSED, FUSED, FUSED)
+        for key in came:
+            iteration.add(job(key, FUSED))
+        iteration.end()
+        assert keys(take(iteration)) == [came]
+
+
+def test_an_end_without_any_bucket_leaves_nothing() -> None:
+    iteration = begin(CUT, FUSED, FUSED)
+    assert iteration.finished()  # a new iteration may replace it
+    iteration.end()
+    assert iteration.head() is None
+    assert not iteration.order
+    assert iteration.new_layout() is None
+
+
+# ---------------------------------------------------------------- buckets that nobody knows
+
+
+def test_without_a_plan_buckets_go_as_they_come() -> None:
+    iteration = Iteration(plan_of, None)
+    assert iteration.next_plan() is None
+    for key, numel in ((5, CUT), (3, FUSED), (9, FUSED)):
+        item = job(key, numel)
+        iteration.add(item)
+        runs = take(iteration)
+        assert {key for run in keys(runs) for key in run} == {key}
+        assert item.tasks_left == len(runs) > 0
+    layout = iteration.new_layout()
+    assert layout == Layout((spec(5, CUT), spec(3, FUSED), spec(9, FUSED)))
+
+
+def test_an_unknown_bucket_is_appended_and_asks_for_a_plan() -> None:
+    iteration = begin(CUT, FUSED)
+    iteration.add(job(0, CUT))
+    iteration.add(job(1, FUSED))
+    iteration.add(job(7, CUT))
+    assert keys(take(iteration)) == [[0]] * 3 + [[1]] + [[7]] * 3
+    assert iteration.new_layout() == Layout((spec(0, CUT), spec(1, FUSED), spec(7, CUT)))
+
+
+def test_after_an_unknown_bucket_known_ones_go_as_they_come() -> None:
+    iteration = begin(CUT, CUT)
+    iteration.add(job(7, FUSED))
+    iteration.add(job(0, CUT))
+    iteration.add(job(1, CUT))
+    assert keys(take(iteration)) == [[7]] + [[0]] * 3 + [[1]] * 3
+    iteration.end()
+    assert not iteration.order
+
+
+def test_an_adopted_plan_is_the_next_iterations() -> None:
+    iteration = Iteration(plan_of, None)
+    for key in (5, 3, 9):
+        iteration.add(job(key, FUSED))
+    take(iteration)
+    iteration.end()
+    plan = plan_of(iteration.new_layout())
+    iteration.adopt(plan)
+    following = iteration.next_plan()
+    assert following == KnownPlan(plan, {5: 0, 3: 1, 9: 2})
+    second = Iteration(plan_of, following)
+    for key in (5, 3, 9):
+        second.add(job(key, FUSED))
+    assert keys(take(second)) == [[5, 3, 9]]  # fused, now that they are known to come together
+    second.end()
+    assert second.new_layout() is None
+    assert second.next_plan() is following
+
+
+def test_an_iteration_is_finished_once_it_is_closed() -> None:
+    iteration = Iteration(plan_of, None)
+    assert iteration.finished()
+    iteration.add(job(0, FUSED))
+    assert not iteration.finished()
+    iteration.end()
+    assert not iteration.finished()
+    iteration.closed = True
+    assert iteration.finished()
+
+
+# ---------------------------------------------------------------- late buckets
+
+
+def test_a_bucket_that_comes_after_the_end_is_still_sent() -> None:
+    iteration = begin(CUT, FUSED, FUSED)
+    iteration.add(job(0, CUT))
+    iteration.end()
+    late = job(1, FUSED)
+    iteration.add(late)
+    assert keys(take(iteration)) == [[0]] * 3 + [[1]]
+    assert late.tasks_left == 1
+    assert iteration.new_layout() == Layout((spec(0, CUT), spec(1, FUSED)))
+
+
+def test_a_bucket_that_comes_after_it_was_dropped_is_still_sent() -> None:
+    iteration = begin(FUSED, FUSED, CUT)
+    iteration.add(job(2, CUT))
+    iteration.add(job(0, FUSED))
+    assert keys(take(iteration)) == [[2]] * 3 + [[0]]
+
+
+def test_a_bucket_that_comes_twice_is_sent_twice() -> None:
+    """A State begins a new step instead; but work that nobody counts must never be done."""
+    for numel in (CUT, FUSED):
+        iteration = begin(numel)
+        for _ in range(2):
+            item = job(0, numel)
+            iteration.add(item)
+            assert item.tasks_left > 0
+        assert sum(row[2] for row in carried(take(iteration))) == 2 * numel
+
+
+# ---------------------------------------------------------------- the jobs
+
+
+def test_a_job_is_nearly_done_when_one_task_of_several_is_left() -> None:
+    iteration = begin(CUT)
+    item = job(0, CUT)
+    iteration.add(item)
+    states = []
+    for _ in range(3):
+        last = item.task_done()
+        states.append((last, item.nearly.is_set(), item.done.is_set()))
+    assert states == [(False, False, False), (False, True, False), (True, True, False)]
+    item.finish()
+    assert item.done.is_set()
+    assert item.future.value() is item.buffer
+
+
+def test_a_job_of_one_task_is_not_nearly_done_before_it_is_done() -> None:
+    item = job(0, FUSED)
+    Iteration(plan_of, None).add(item)
+    assert not item.nearly.is_set()
+    assert item.task_done()
+    assert not item.nearly.is_set()  # its result is not there yet
+    item.finish()
+    assert item.nearly.is_set()
+
+
+USES = {
+    "read": lambda result: result.clone(),
+    "sum": lambda result: torch.zeros(FUSED) + result,
+    "copy from": lambda result: torch.zeros(FUSED).copy_(result),
+    "write": lambda result: result.zero_(),
+    "view": lambda result: result.view(2, -1),
+    "list": lambda result: torch.cat([torch.zeros(FUSED), result]),
+    "keyword": lambda result: torch.mul(torch.zeros(FUSED), 2, out=result),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_result_of_a_job_that_failed_raises_its_error(use: str) -> None:
+    item = job(0, FUSED)
+    error = CommSchedError("the link is gone")
+    item.finish(error)
+    assert item.done.is_set()
+    assert item.nearly.is_set()
+    result = item.future.value()  # never raises: it would lose the error's type in the reducer
+    assert (result.shape, result.dtype) == (item.buffer.shape, item.buffer.dtype)
+    with pytest.raises(CommSchedError) as caught:
+        USES[use](result)
+    assert caught.value is error
+
+
+# ---------------------------------------------------------------- anything may happen
+
+SIZES = st.sampled_from([0, 1, FUSED, 31, 64, CUT])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], int]:
+    """Sizes of the planned buckets; (key, size) of those that come; after how many the end is."""
+    planned = draw(st.lists(SIZES, max_size=6))
+    strangers = draw(st.lists(SIZES, max_size=2))
+    every = list(enumerate([*planned, *strangers]))
+    in_order = draw(st.booleans())
+    comes = draw(st.permutations(every))[: draw(st.integers(0, len(every)))]
+    comes = sorted(comes) if in_order else comes
+    return planned, comes, draw(st.integers(0, len(comes)))
+
+
+def replay(
+    history: tuple[list[int], list[tuple[int, int]], int], takes: Iterable[bool]
+) -> tuple[list[Run], list[Job], Iteration]:
+    planned, comes, end_after = history
+    iteration = begin(*planned) if planned else Iteration(plan_of, None)
+    turns = iter(takes)
+    runs, jobs = [], []
+    for at in range(len(comes) + 1):
+        if at == end_after:
+            iteration.end()
+        if at < len(comes):
+            jobs.append(job(*comes[at]))
+            iteration.add(jobs[-1])
+        if next(turns, True):
+            runs += take(iteration)
+    iteration.end()
+    return runs + take(iteration), jobs, iteration
+
+
+@given(histories(), st.lists(st.booleans(), max_size=9))
+@settings(deadline=None)
+def test_whatever_came_is_sent_once(
+    history: tuple[list[int], list[tuple[int, int]], int], takes: list[bool]
+) -> None:
+    runs, jobs, iteration = replay(history, takes)
+    assert not iteration.order
+    sent: dict[int, list[tuple[int, int]]] = {item.key: [] for item in jobs}
+    for key, start, numel in carried(runs):
+        sent[key].append((start, numel))
+    for item in jobs:
+        end = 0
+        for start, numel in sent[item.key]:
+            assert start == end
+            end += numel
+        assert end == item.spec.numel
+        assert item.tasks_left == len(sent[item.key])
+
+
+@given(histories(), st.lists(st.booleans(), max_size=9), st.lists(st.booleans(), max_size=9))
+@settings(deadline=None)
+def test_the_order_does_not_depend_on_when_tasks_are_issued(
+    history: tuple[list[int], list[tuple[int, int]], int], ours: list[bool], theirs: list[bool]
+) -> None:
+    """Ranks see the same buckets but issue at other moments: what they issue must be the same."""
+    left, right = replay(history, ours)[0], replay(history, theirs)[0]
+    assert carried(left) == carried(right)
+    assert [(r.plan.digest, r.task.index) for r in left] == [
+        (r.plan.digest, r.task.index) for r in right
+    ]
+
+
+@given(histories())
+@settings(deadline=None)
+def test_a_new_layout_is_asked_for_exactly_when_something_unplanned_came(
+    history: tuple[list[int], list[tuple[int, int]], int],
+) -> None:
+    runs, jobs, iteration = replay(history, [])
+    planned = iteration.next_plan()
+    unplanned = [run for run in runs if planned is None or run.plan is not planned.plan]
+    layout = iteration.new_layout()
+    if unplanned:
+        assert layout == Layout(tuple(item.spec for item in jobs))
+    elif layout is not None:  # an empty bucket that came as a stranger has no runs
+        assert any(item.spec.numel == 0 for item in jobs)
+
+
+@given(histories())
+@settings(deadline=None)
+def test_the_iteration_after_a_new_plan_follows_it(
+    history: tuple[list[int], list[tuple[int, int]], int],
+) -> None:
+    _, comes, _ = history
+    _, _, iteration = replay(history, [])
+    layout = iteration.new_layout()
+    if layout is None:
+        return
+    plan = plan_of(layout)
+    iteration.adopt(plan)
+    second = Iteration(plan_of, iteration.next_plan())
+    for key, numel in comes:
+        second.add(job(key, numel))
+    assert [run.task for run in take(second)] == list(plan.tasks)
+    second.end()
+    assert second.new_layout() is None

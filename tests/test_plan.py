@@ -1,0 +1,362 @@
+"""Plan: JSON both ways, printable, frozen; policies are pure; ranks agree on rank 0's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from commsched import codecs, policies
+from commsched.errors import CommSchedError
+from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece, cut
+from commsched.plan import Plan, Task, agree
+from commsched.settings import MB, Settings
+
+DTYPES = ("float32", "float64", "float16", "int64", "complex64")
+
+
+def bucket(name: str, *numels: int, dtype: str = "float32", sparse: bool = False) -> BucketSpec:
+    params = tuple(ParamSpec(f"{name}.{at}", numel) for at, numel in enumerate(numels))
+    return BucketSpec(params, dtype, sparse)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    rows = draw(
+        st.lists(
+            st.tuples(
+                st.lists(st.integers(0, 600), max_size=4), st.sampled_from(DTYPES), st.booleans()
+            ),
+            max_size=6,
+        )
+    )
+    return Layout(
+        tuple(
+            bucket(f"layer{index}", *numels, dtype=dtype, sparse=sparse and dtype == "float32")
+            for index, (numels, dtype, sparse) in enumerate(rows)
+        )
+    )
+
+
+@st.composite
+def effective_settings(draw: st.DrawFn) -> Settings:
+    sizes = st.floats(64 / MB, 4096 / MB)
+    return Settings(
+        policy=draw(st.sampled_from(policies.names())),
+        codec=draw(st.sampled_from(codecs.names())),
+        chunk_mb=draw(sizes),
+        fusion_mb=draw(sizes | st.just(0.0)),
+    )
+
+
+def plan_of(layout: Layout, chosen: Settings) -> Plan:
+    return policies.get(chosen.policy)(layout, chosen)
+
+
+any_plan = st.builds(plan_of, layouts(), effective_settings())
+LAYOUT = Layout((bucket("head", 30, 4), bucket("body", 900), bucket("table", 50, sparse=True)))
+SMALL = Settings(chunk_mb=1024 / MB, fusion_mb=256 / MB, codec="bf16")
+
+
+# ---------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize("name", policies.names())
+@given(layout=layouts(), chosen=effective_settings())
+@settings(deadline=None)
+def test_policies_are_pure(name: str, layout: Layout, chosen: Settings) -> None:
+    policy = policies.get(name)
+    first = policy(layout, chosen)
+    again = policy(pickle.loads(pickle.dumps(layout)), pickle.loads(pickle.dumps(chosen)))
+    assert again == first
+    assert again.digest == first.digest
+    assert first.policy == name
+    assert first.layout == layout
+
+
+@pytest.mark.parametrize("name", policies.names())
+@given(layout=layouts(), chosen=effective_settings())
+@settings(deadline=None)
+def test_plans_carry_every_element_once(name: str, layout: Layout, chosen: Settings) -> None:
+    plan = policies.get(name)(layout, chosen)
+    counts = [torch.zeros(spec.numel, dtype=torch.int) for spec in layout.buckets]
+    for task in plan.tasks:
+        for piece in task.chunk.pieces:
+            counts[piece.bucket][piece.start : piece.start + piece.numel] += 1
+    assert all(bool((count == 1).all()) for count in counts)
+    assert [task.index for task in plan.tasks] == list(range(len(plan.tasks)))
+
+
+@pytest.mark.parametrize("name", policies.names())
+@given(layout=layouts(), chosen=effective_settings())
+@settings(deadline=None)
+def test_only_the_codec_that_was_asked_for(name: str, layout: Layout, chosen: Settings) -> None:
+    for task in policies.get(name)(layout, chosen).tasks:
+        dtype = getattr(torch, task.chunk.dtype)
+        supported = codecs.get(chosen.codec).supports(dtype) and not task.chunk.sparse
+        assert task.codec == (chosen.codec if supported else "none")
+
+
+@given(layouts(), effective_settings())
+@settings(deadline=None)
+def test_fifo_is_bucket_order(layout: Layout, chosen: Settings) -> None:
+    plan = policies.get("fifo")(layout, chosen)
+    chunks = tuple(task.chunk for task in plan.tasks)
+    assert chunks == cut(layout, chosen.chunk_bytes, chosen.fusion_bytes)
+    assert {task.op for task in plan.tasks} <= {"all_reduce"}
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@given(any_plan)
+@settings(deadline=None)
+def test_json_round_trip(plan: Plan) -> None:
+    copy = Plan.from_json(plan.to_json())
+    assert copy == plan
+    assert copy.digest == plan.digest
+    assert copy.to_json() == plan.to_json()
+    assert json.loads(plan.to_json())["policy"] == plan.policy
+
+
+@given(any_plan)
+@settings(deadline=None)
+def test_print_mentions_every_task_and_its_first_parameters(plan: Plan) -> None:
+    head, *lines = str(plan).splitlines()
+    assert plan.digest in head
+    assert plan.policy in head
+    assert len(lines) == len(plan.tasks)
+    for task, line in zip(plan.tasks, lines, strict=True):
+        spec = plan.layout.buckets[task.chunk.pieces[0].bucket]
+        assert f"task {task.index}: {task.op} " in line
+        assert task.codec in line
+        assert task.chunk.dtype in line
+        for piece in task.chunk.pieces:
+            assert str(piece.bucket) in line
+        assert any(param.name in line for param in spec.params)
+
+
+@given(any_plan)
+@example(plan_of(Layout((bucket("layer", 64, 64, 64, 64, 64),)), Settings(chunk_mb=256 / MB)))
+@settings(deadline=None)
+def test_a_described_task_names_a_parameter_that_it_carries(plan: Plan) -> None:
+    for task in plan.tasks:
+        names = plan.describe(task).rpartition(": ")[2]
+        carried = {span.param for span in plan.layout.spans(task.chunk)}
+        assert carried & {name.strip() for name in names.split(",")}
+
+
+CHUNK = Chunk((Piece(0, 0, 34),), "float32")
+PLAN = Plan("fifo", LAYOUT, (Task(0, "all_reduce", CHUNK, "none"),))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dataclasses.replace(PLAN, policy="other"),
+        dataclasses.replace(PLAN, layout=Layout(LAYOUT.buckets[:2])),
+        dataclasses.replace(PLAN, tasks=()),
+        dataclasses.replace(PLAN, tasks=(*PLAN.tasks, Task(1, "all_reduce", CHUNK, "none"))),
+        dataclasses.replace(PLAN, tasks=(Task(1, "all_reduce", CHUNK, "none"),)),
+        dataclasses.replace(PLAN, tasks=(Task(0, "all_gather", CHUNK, "none"),)),
+        dataclasses.replace(PLAN, tasks=(Task(0, "all_reduce", CHUNK, "bf16"),)),
+        dataclasses.replace(
+            PLAN, tasks=(Task(0, "all_reduce", Chunk((Piece(0, 1, 33),), "float32"), "none"),)
+        ),
+        dataclasses.replace(
+            PLAN,
+            tasks=(Task(0, "all_reduce", dataclasses.replace(CHUNK, sparse=True), "none"),),
+        ),
+    ],
+)
+def test_the_digest_differs_when_anything_does(other: Plan) -> None:
+    assert other.digest != PLAN.digest
+    assert Plan.from_json(other.to_json()) == other
+
+
+def test_the_order_of_tasks_is_part_of_the_digest() -> None:
+    plan = plan_of(LAYOUT, SMALL)
+    assert len(plan.tasks) > 2
+    assert dataclasses.replace(plan, tasks=plan.tasks[::-1]).digest != plan.digest
+
+
+def test_plans_are_frozen() -> None:
+    for item in (PLAN, PLAN.tasks[0]):
+        field = dataclasses.fields(item)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(item, field, getattr(item, field))
+
+
+@given(any_plan)
+@settings(deadline=None)
+def test_wire_bytes_are_those_of_the_encoded_chunk(plan: Plan) -> None:
+    for task in plan.tasks:
+        gradients = torch.zeros(task.chunk.numel, dtype=getattr(torch, task.chunk.dtype))
+        codec = codecs.get(task.codec)
+        wire = codec.wire(gradients.numel(), gradients.dtype).empty()
+        codec.encode(gradients, wire)
+        assert task.wire_bytes == wire.nbytes
+
+
+# ---------------------------------------------------------------- agreeing
+
+
+class World:
+    """Ranks as threads: a barrier before and after each exchange of bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.rows: list[bytes] = [b""] * size
+
+    def exchange(self, rank: int, payload: bytes) -> list[bytes]:
+        self.rows[rank] = payload
+        self.barrier.wait()
+        rows = list(self.rows)
+        self.barrier.wait()
+        return rows
+
+
+class Group:
+    """One rank's view of a `World`; counts its collectives."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.calls = world, rank, 0
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        self.calls += 1
+        return self.world.exchange(self.rank, payload)
+
+    def broadcast_bytes(self, payload: bytes) -> bytes:
+        self.calls += 1
+        return self.world.exchange(self.rank, payload)[0]
+
+
+class LyingGroup(Group):
+    """What it hears of a broadcast is another plan than the one sent."""
+
+    def broadcast_bytes(self, payload: bytes) -> bytes:
+        plan = Plan.from_json(super().broadcast_bytes(payload).decode())
+        return dataclasses.replace(plan, tasks=plan.tasks[::-1]).to_json().encode()
+
+
+Policy = Callable[[Layout], Plan]
+
+
+def agree_on(
+    layouts: list[Layout], policies: list[Policy], liar: int | None = None
+) -> list[Plan | BaseException]:
+    """What `agree` gives or raises on each rank."""
+    world = World(len(layouts))
+    groups = [(LyingGroup if r == liar else Group)(world, r) for r in range(len(layouts))]
+
+    def rank(group: Group, layout: Layout, policy: Policy) -> Plan | BaseException:
+        try:
+            return agree(group, layout, policy)
+        except CommSchedError as error:
+            return error
+
+    with ThreadPoolExecutor(len(layouts)) as pool:
+        ends = list(pool.map(rank, groups, layouts, policies))
+    assert len({group.calls for group in groups}) == 1  # else a later collective is mismatched
+    return ends
+
+
+def with_chunks(nbytes: int) -> Policy:
+    return lambda layout: plan_of(layout, Settings(chunk_mb=nbytes / MB, fusion_mb=0.0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rank_0s_plan_wins(size: int) -> None:
+    policies = [with_chunks(512 * (rank + 1)) for rank in range(size)]
+    plans = agree_on([LAYOUT] * size, policies)
+    assert plans == [policies[0](LAYOUT)] * size
+    assert size == 1 or policies[1](LAYOUT) != policies[0](LAYOUT)
+
+
+def test_only_rank_0_is_asked_for_a_plan() -> None:
+    def never(layout: Layout) -> Plan:
+        raise AssertionError("asked")
+
+    plans = agree_on([LAYOUT] * 3, [with_chunks(512), never, never])
+    assert all(isinstance(plan, Plan) for plan in plans)
+
+
+FIRST, SECOND = LAYOUT.buckets[:2]
+OTHERS = {
+    "dtype": (
+        Layout((FIRST, dataclasses.replace(SECOND, dtype="float64"), LAYOUT.buckets[2])),
+        ["bucket 1", "float64", "float32"],
+    ),
+    "size": (
+        Layout((FIRST, bucket("body", 901), LAYOUT.buckets[2])),
+        ["bucket 1", "901", "900"],
+    ),
+    "order": (
+        Layout((SECOND, FIRST, LAYOUT.buckets[2])),
+        ["bucket 0", "body.0 (900)", "head.0 (30)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_layout_is_an_error_everywhere_that_names_it(kind: str, odd: int) -> None:
+    other, words = OTHERS[kind]
+    ends = agree_on([other if rank == odd else LAYOUT for rank in range(4)], [with_chunks(512)] * 4)
+    assert all(isinstance(end, CommSchedError) for end in ends)
+    assert len({str(end) for end in ends}) == 1
+    text = str(ends[0])
+    named = {rank for rank in range(1, 4) if f"rank {rank}: " in text}
+    assert named == ({odd} if odd else {1, 2, 3})
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_another_number_of_buckets_is_an_error_that_tells_both(count: int, odd: int) -> None:
+    layouts = [LAYOUT, LAYOUT]
+    layouts[odd] = Layout(LAYOUT.buckets[:count])
+    first, second = (len(layout.buckets) for layout in layouts)
+    for end in agree_on(layouts, [with_chunks(512)] * 2):
+        assert isinstance(end, CommSchedError)
+        assert f"rank 1: {second} buckets where rank 0 has {first}" in str(end)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dataclasses.replace(FIRST, sparse=True),
+        bucket("head", 29, 5),
+    ],
+    ids=["sparse", "parameter sizes"],
+)
+def test_the_difference_is_visible_in_the_text(other: BucketSpec) -> None:
+    ends = agree_on([Layout((FIRST,)), Layout((other,))], [with_chunks(512)] * 2)
+    assert all(isinstance(end, CommSchedError) for end in ends)
+    ours, _, theirs = str(ends[0]).partition("rank 1: bucket 0 ")[2].partition(" where rank 0 ")
+    assert theirs
+    assert ours.split(" ", 1)[1] != theirs.removeprefix("has ")
+
+
+def test_a_late_parameters_other_name_is_visible_in_the_text() -> None:
+    params = tuple(ParamSpec(f"p{at}", 3) for at in range(6))
+    renamed = (*params[:4], ParamSpec("other", 3), params[5])
+    layouts = [Layout((BucketSpec(names, "float32"),)) for names in (params, renamed)]
+    ends = agree_on(layouts, [with_chunks(512)] * 2)
+    assert all(isinstance(end, CommSchedError) for end in ends)
+    assert "other" in str(ends[0])
+
+
+def test_a_plan_that_arrives_changed_is_an_error_everywhere() -> None:
+    ends = agree_on([LAYOUT] * 3, [with_chunks(512)] * 3, liar=2)
+    assert all(isinstance(end, CommSchedError) for end in ends)
+    assert all("digest" in str(end) for end in ends)

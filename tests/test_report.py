@@ -1,0 +1,235 @@
+"""Report: the averages over the window, and what it looks like printed and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commsched.jobs import Job
+from commsched.layout import BucketSpec, ParamSpec
+from commsched.report import WINDOW, Exposure, Report, inactive
+
+FIRST = BucketSpec((ParamSpec("head.weight", 6), ParamSpec("head.bias", 2)), "float32")
+SECOND = BucketSpec(tuple(ParamSpec(f"body.{i}", 4) for i in range(5)), "float64")
+THIRD = BucketSpec((ParamSpec("head.weight", 6),), "float32")
+BEGIN_S = -1e6  # on time.monotonic()'s scale: everything is long done when it is added
+
+
+def job(spec: BucketSpec, ready_s: float, done_s: float) -> Job:
+    made = Job(0, spec, torch.zeros(spec.numel))
+    made.ready_s, made.done_s = BEGIN_S + ready_s, BEGIN_S + done_s
+    return made
+
+
+def add(exposure: Exposure, start_s: float, *rows: tuple[float, float, float]) -> None:
+    """A step of FIRST and SECOND: (ready, communication, wait), in seconds."""
+    specs = (FIRST, SECOND)[: len(rows)]
+    jobs = [
+        job(spec, start_s + ready, start_s + ready + comm)
+        for spec, (ready, comm, _) in zip(specs, rows, strict=True)
+    ]
+    exposure.add(jobs, [wait for _, _, wait in rows])
+
+
+def report(exposure: Exposure, wire_bytes: float = 0.0) -> Report:
+    return exposure.report(wire_bytes, "bf16", "fifo", "0123456789abcdef")
+
+
+def near(value: float) -> object:
+    return pytest.approx(value, rel=1e-6, abs=1e-6)
+
+
+# ---------------------------------------------------------------- averaging
+
+
+def test_nothing_measured_yet() -> None:
+    empty = report(Exposure())
+    assert empty.active
+    assert (empty.steps, empty.exposed_ms, empty.exposed_max_ms) == (0, 0.0, 0.0)
+    assert empty.wire_bytes_per_step == 0.0
+    assert empty.buckets == ()
+    assert "0 steps" in str(empty)
+
+
+def test_one_step() -> None:
+    exposure = Exposure()
+    add(exposure, 1000.0, (0.0, 0.010, 0.0), (0.020, 0.005, 0.003))
+    got = report(exposure, 5e6)
+    assert got.steps == 1
+    assert got.exposed_ms == near(3.0)
+    assert got.exposed_max_ms == near(3.0)
+    assert got.wire_bytes_per_step == 5e6
+    assert (got.codec, got.policy, got.plan) == ("bf16", "fifo", "0123456789abcdef")
+    first, second = got.buckets
+    assert first.params == ("head.weight", "head.bias")
+    assert (first.nbytes, second.nbytes) == (8 * 4, 20 * 8)
+    assert (first.ready_ms, first.comm_ms, first.exposed_ms) == (near(0.0), near(10.0), near(0.0))
+    assert (second.ready_ms, second.comm_ms) == (near(20.0), near(5.0))
+    assert second.exposed_ms == near(3.0)
+
+
+steps = st.lists(st.tuples(*[st.floats(0, 10) for _ in range(6)]), min_size=1, max_size=WINDOW)
+
+
+@given(steps, st.floats(0, 1e12))
+def test_averages_are_those_of_the_steps(rows: Sequence[tuple[float, ...]], wire: float) -> None:
+    exposure = Exposure()
+    for at, (_, comm1, wait1, ready2, comm2, wait2) in enumerate(rows):
+        add(exposure, 100.0 * at, (0.0, comm1, wait1), (ready2, comm2, wait2))
+    got = report(exposure, wire)
+    count = len(rows)
+
+    def mean_ms(column: int) -> object:
+        return near(1e3 * math.fsum(row[column] for row in rows) / count)
+
+    waits = [row[2] + row[5] for row in rows]
+    assert got.steps == count
+    assert got.exposed_ms == near(1e3 * math.fsum(waits) / count)
+    assert got.exposed_max_ms == near(1e3 * max(waits))
+    assert got.wire_bytes_per_step == near(wire / count)
+    first, second = got.buckets
+    assert (first.ready_ms, first.comm_ms, first.exposed_ms) == (0.0, mean_ms(1), mean_ms(2))
+    assert (second.ready_ms, second.comm_ms, second.exposed_ms) == (
+        mean_ms(3),
+        mean_ms(4),
+        mean_ms(5),
+    )
+    assert got.exposed_ms == near(sum(row.exposed_ms for row in got.buckets))
+
+
+def test_only_the_last_steps_count_but_bytes_are_shared_by_all() -> None:
+    exposure = Exposure()
+    for _ in range(WINDOW):
+        add(exposure, 0.0, (0.0, 0.0, 9.0))
+    for _ in range(WINDOW):
+        add(exposure, 0.0, (0.0, 0.001, 0.002))
+    got = report(exposure, 2.0 * WINDOW * 700)
+    assert got.steps == WINDOW
+    assert got.exposed_ms == near(2.0)
+    assert got.exposed_max_ms == near(2.0)
+    assert got.buckets[0].comm_ms == near(1.0)
+    assert got.wire_bytes_per_step == near(700.0)
+
+
+def test_buckets_are_those_of_the_last_step() -> None:
+    """DDP rebuilds its buckets: times of others must not be mixed in."""
+    exposure = Exposure()
+    add(exposure, 0.0, (0.0, 0.5, 0.5))
+    add(exposure, 0.0, (0.0, 0.001, 0.002), (0.003, 0.004, 0.005))
+    add(exposure, 0.0, (0.0, 0.003, 0.004), (0.005, 0.006, 0.007))
+    got = report(exposure)
+    assert [row.params for row in got.buckets] == [
+        tuple(param.name for param in spec.params) for spec in (FIRST, SECOND)
+    ]
+    assert [row.comm_ms for row in got.buckets] == [near(2.0), near(5.0)]
+    assert got.steps == 3
+    assert got.exposed_max_ms == near(500.0)
+
+
+def test_a_wait_for_each_bucket_is_needed() -> None:
+    exposure = Exposure()
+    exposure.add([job(FIRST, 0.0, 1.0), job(SECOND, 0.0, 1.0)], [0.0])
+    with pytest.raises(ValueError, match="zip"):
+        report(exposure)
+
+
+def test_what_the_last_bucket_took_after_training_went_on_is_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reducer waits for it; counted once, and only where it was not done before."""
+    monkeypatch.setattr("commsched.report.time", SimpleNamespace(monotonic=lambda: BEGIN_S + 0.1))
+    exposure = Exposure()
+    add(exposure, 0.0, (0.0, 0.05, 0.001), (0.06, 0.044, 0.002))  # done 4 ms after
+    add(exposure, 0.0, (0.0, 0.05, 0.001), (0.06, 0.03, 0.002))  # done before
+    for _ in range(2):
+        got = report(exposure)
+        assert got.exposed_max_ms == near(7.0)
+        assert [row.exposed_ms for row in got.buckets] == [near(1.0), near(4.0)]
+        assert got.exposed_ms == near(5.0)
+
+
+def test_times_of_other_buckets_are_not_mixed_in() -> None:
+    exposure = Exposure()
+    exposure.add([job(THIRD, 0.0, 0.5)], [0.5])
+    exposure.add([job(FIRST, 0.0, 0.002)], [0.001])
+    (row,) = report(exposure).buckets
+    assert row.params == ("head.weight", "head.bias")
+    assert (row.comm_ms, row.exposed_ms) == (near(2.0), near(1.0))
+
+
+def test_a_report_does_not_change_afterwards() -> None:
+    exposure = Exposure()
+    add(exposure, 0.0, (0.0, 0.001, 0.002))
+    before = report(exposure)
+    text = str(before)
+    add(exposure, 0.0, (0.0, 0.5, 0.5))
+    assert str(before) == text
+    assert report(exposure) != before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.steps = 7  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------- printed, and as JSON
+
+
+def test_the_text_holds_the_numbers_and_names() -> None:
+    exposure = Exposure()
+    add(exposure, 0.0, (0.0, 0.0123, 0.00125), (0.0456, 0.0789, 0.0305))
+    got = report(exposure, 12.34e6)
+    head, columns, first, second = str(got).splitlines()
+    for part in ("last 1 steps", "31.75 ms", "12.34 MB", "fifo", "bf16", "0123456789abcdef"):
+        assert part in head
+    assert "exposed ms" in columns
+    assert first.split()[0] == "0"
+    assert {"0.00", "12.30", "1.25", "head.weight,", "head.bias"} <= set(first.split())
+    assert {"45.60", "78.90", "30.50", "body.0,", "body.2,", "..."} <= set(second.split())
+    assert "body.3" not in second
+    assert "..." not in first
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_to_dict_is_json(count: int) -> None:
+    exposure = Exposure()
+    for _ in range(count):
+        add(exposure, 0.0, (0.0, 0.001, 0.002), (0.003, 0.004, 0.005))
+    got = report(exposure, 5e6)
+    data = json.loads(json.dumps(got.to_dict(), allow_nan=False))
+    assert set(data) == {item.name for item in dataclasses.fields(Report)}
+    assert data["steps"] == count
+    assert data["exposed_ms"] == got.exposed_ms
+    assert [row["params"] for row in data["buckets"]] == [list(row.params) for row in got.buckets]
+    assert all(isinstance(row["comm_ms"], float) for row in data["buckets"])
+
+
+def test_an_inactive_report_says_why() -> None:
+    got = inactive("world size 1")
+    assert not got.active
+    assert got.reason == "world size 1"
+    assert "not active" in str(got)
+    assert "world size 1" in str(got)
+    assert (got.exposed_ms, got.exposed_max_ms, got.wire_bytes_per_step) == (0.0, 0.0, 0.0)
+    data = json.loads(json.dumps(got.to_dict()))
+    assert data["reason"] == "world size 1"
+    assert data["active"] is False
+    assert data["plan"] is None
+
+
+# ---------------------------------------------------------------- a State before its first bucket
+
+
+def test_a_state_that_has_not_begun_reports_inactive(monkeypatch: pytest.MonkeyPatch) -> None:
+    import commsched
+
+    for name in ("COMMSCHED_ENABLED", "COMMSCHED_CODEC"):
+        monkeypatch.delenv(name, raising=False)
+    got = commsched.State().report()
+    assert not got.active
+    assert "no gradient bucket" in str(got)
