@@ -24,7 +24,7 @@ from commsched.codecs.feedback import ErrorFeedback
 from commsched.errors import CommSchedError
 from commsched.group import Membership
 from commsched.iteration import Iteration
-from commsched.jobs import Job, Run
+from commsched.jobs import Job, Progress, Run
 from commsched.lane import TICK_S, Lane
 from commsched.layout import Layout
 from commsched.packer import Packer
@@ -85,23 +85,19 @@ class Engine:
             self._open.add(job)
         self._queue.put(partial(self._on_ready, job, begins))
 
-    def end(self) -> None:
+    def end(self, progress: Progress) -> None:
         """No more buckets will come in this iteration: send what was waiting to be fused."""
-        self._queue.put(self._on_end)
+        self._queue.put(partial(self._on_end, progress))
 
-    def wait(self, job: Job, nearly: bool = False) -> None:
-        """Wait until `job` is finished, or `nearly`. Ctrl-C works while waiting.
+    def wait(self, event: threading.Event) -> None:
+        """Wait until a job's or a progress's `event` is set, or the engine has failed.
 
-        Raises:
-            CommSchedError: the engine failed, or gave no sign of life past its deadline.
+        Ctrl-C works while waiting. Who fails the engine sets the events too.
         """
-        event = job.nearly if nearly else job.done
-        while not event.wait(TICK_S):
+        while not event.wait(TICK_S) and self._error is None:
             silent_s = time.monotonic() - self._beat_s
             if not self._thread.is_alive() or silent_s > self.settings.timeout_s + 10 * TICK_S:
                 self.fail(CommSchedError(f"the engine has stopped ({silent_s:.0f} s ago)"))
-        if job.error is not None:
-            raise job.error
 
     def fail(self, error: BaseException) -> None:
         """Stop for good: every unfinished job gets `error`, and so does every later call."""
@@ -122,7 +118,9 @@ class Engine:
         with self._lock:
             jobs = list(self._open)
         for job in jobs:
-            self.wait(job)
+            self.wait(job.done)
+            if job.error is not None:
+                raise job.error
 
     def close(self) -> None:
         """End the thread and the group. Unfinished jobs get an error. Safe to call again."""
@@ -225,8 +223,10 @@ class Engine:
     def _finish(self, run: Run, total: torch.Tensor) -> None:
         self._packer.unpack(run, total)
         for job in run.jobs.values():
-            if job.task_done():
+            job.tasks_left -= 1
+            if job.tasks_left == 0:
                 self._finish_job(job)
+            job.progress.task_done()
 
     def _finish_job(self, job: Job) -> None:
         with self._lock:
@@ -249,11 +249,12 @@ class Engine:
         if job.tasks_left == 0:  # no elements
             self._finish_job(job)
 
-    def _on_end(self) -> None:
+    def _on_end(self, progress: Progress) -> None:
         if self._held:
-            self._held.append(self._on_end)
+            self._held.append(partial(self._on_end, progress))
         else:
             self._iteration.end()
+            progress.end()
 
     def _close_iteration(self, lane: Lane) -> bool:
         """Once an ended iteration's last task is done: plan again if its buckets were new.

@@ -102,7 +102,7 @@ class Iteration:
     def _give(self, run: Run, bucket: int, job: Job) -> None:
         run.missing.discard(bucket)
         run.jobs[bucket] = job
-        job.tasks_left += 1
+        job.add_task()
 
     def _drop(self, buckets: list[int]) -> None:
         self._dropped.update(buckets)

@@ -19,7 +19,7 @@ from commsched.exchange import Stages
 from commsched.layout import BucketSpec, Chunk
 from commsched.plan import Plan, Task
 
-__all__ = ["Job", "Poison", "Run"]
+__all__ = ["Job", "Poison", "Progress", "Run"]
 
 
 class Poison(torch.Tensor):
@@ -48,42 +48,78 @@ class Poison(torch.Tensor):
         raise next(leaf.error for leaf in leaves if isinstance(leaf, Poison))
 
 
+class Progress:
+    """How far the communication of one backward is.
+
+    Args:
+        slack: the share of its tasks that may still be on their way when `near` is set.
+
+    The engine's thread counts; the training thread waits for `near`.
+    """
+
+    def __init__(self, slack: float = 0.0) -> None:
+        self.near = threading.Event()
+        self._slack = slack
+        self._tasks = 0
+        self._left = 0
+        self._complete = False
+
+    def add_task(self) -> None:
+        """One more task is known."""
+        self._tasks += 1
+        self._left += 1
+
+    def task_done(self) -> None:
+        """A task is done."""
+        self._left -= 1
+        self._check()
+
+    def end(self) -> None:
+        """All tasks are known."""
+        self._complete = True
+        self._check()
+
+    def _check(self) -> None:
+        if self._complete and self._left <= self._slack * self._tasks:
+            self.near.set()
+
+
 class Job:
     """One bucket of one iteration, from the hook's call until its gradients are averaged.
 
-    The training thread makes it and waits for its events; after submitting it only the engine's
-    thread writes to it, or whoever fails the engine.
+    The training thread makes it; after submitting it only the engine's thread writes to it, or
+    whoever fails the engine.
     """
 
-    def __init__(self, key: int, spec: BucketSpec, buffer: torch.Tensor) -> None:
+    def __init__(
+        self, key: int, spec: BucketSpec, buffer: torch.Tensor, progress: Progress
+    ) -> None:
         self.key = key  # equal for equal buckets of one model, on this rank
         self.spec = spec
         self.buffer = buffer
         self.result = buffer
+        self.progress = progress
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self.nearly = threading.Event()  # done, or but one task of several
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.tasks_left = 0
         self.ready_s = time.monotonic()
         self.done_s = 0.0
 
-    def task_done(self) -> bool:
-        """One of its tasks is done; returns whether that was the last."""
-        self.tasks_left -= 1
-        if self.tasks_left == 1:
-            self.nearly.set()
-        return self.tasks_left == 0
+    def add_task(self) -> None:
+        """One more task carries a part of it."""
+        self.tasks_left += 1
+        self.progress.add_task()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Hand the result, or the error, to whoever waits. Once only."""
         self.error = error
         if error is not None:
             self.result = Poison(self.buffer, error)
+            self.progress.near.set()
         self.done_s = time.monotonic()
         self.future.set_result(self.result)
         self.done.set()
-        self.nearly.set()
 
 
 @dataclass(eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -81,29 +80,29 @@ class Exposure:
     def __init__(self) -> None:
         self.count = 0
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
-        self._open: tuple[list[Job], list[float], float] | None = None
+        self._open: tuple[list[Job], float] | None = None
 
-    def add(self, jobs: list[Job], waits_s: list[float]) -> None:
-        """One step: its buckets, and the time waited for each.
+    def add(self, jobs: list[Job], begin_s: float) -> None:
+        """One step: its buckets, and when the training thread had nothing left to do but wait.
 
-        The last one may still be on its way, for a moment in which the reducer waits for it.
+        Some may still be on their way: the reducer, which waits for them, is counted as well.
         """
         self._settle()
         self.count += 1
-        self._open = jobs, waits_s, time.monotonic()
+        self._open = jobs, begin_s
 
     def _settle(self) -> None:
         if self._open is None:
             return
-        jobs, waits_s, left_s = self._open
-        self._open = None
-        waits_s[-1] += max(0.0, jobs[-1].done_s - left_s)
+        (jobs, free_s), self._open = self._open, None
         first_s = jobs[0].ready_s
-        times = [
-            (job.ready_s - first_s, job.done_s - job.ready_s, wait_s)
-            for job, wait_s in zip(jobs, waits_s, strict=True)
-        ]
-        self._steps.append(_Step(sum(waits_s), tuple(job.spec for job in jobs), tuple(times)))
+        times = []
+        for job in jobs:
+            waited_s = max(0.0, job.done_s - free_s)
+            free_s += waited_s
+            times.append((job.ready_s - first_s, job.done_s - job.ready_s, waited_s))
+        total_s = sum(waited_s for _, _, waited_s in times)
+        self._steps.append(_Step(total_s, tuple(job.spec for job in jobs), tuple(times)))
 
     def report(self, wire_bytes: float, codec: str, policy: str, plan: str | None) -> Report:
         """The report so far; `wire_bytes` is what was sent since the start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -16,12 +17,14 @@ from commsched.codecs.feedback import ErrorFeedback
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
 from commsched.group import Membership
-from commsched.jobs import Job
+from commsched.jobs import Job, Progress
 from commsched.model import Buckets
 from commsched.report import Exposure, Report
 from commsched.settings import Settings
 
 __all__ = ["Session", "plain_all_reduce"]
+
+SLACK = 1 / 8  # so much is sent in about the time in which the reducer copies the rest
 
 
 def plain_all_reduce(
@@ -34,7 +37,8 @@ def plain_all_reduce(
 class _Step:
     """The buckets of one backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, slack: float) -> None:
+        self.progress = Progress(slack)
         self.jobs: list[Job] = []
         self.keys: set[int] = set()
         self.has_callback = False
@@ -62,8 +66,9 @@ class Session:
         # at once; ours would come too late.
         self._wait_in_hook = ddp is not None and ddp.static_graph
         # Without gradient_as_bucket_view the reducer ends with a copy of all gradients. Letting it
-        # begin while the last task travels hides most of that.
-        self._nearly = ddp is not None and not ddp.gradient_as_bucket_view
+        # begin while the last tasks travel hides that copy.
+        copies = ddp is not None and not ddp.gradient_as_bucket_view
+        self._slack = SLACK if copies else 0.0
         self._step: _Step | None = None
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -71,7 +76,7 @@ class Session:
         buffer = bucket.buffer()
         key, spec = self.buckets.recognise(bucket, buffer)
         step, begins = self._step_of(key)
-        job = Job(key, spec, buffer)
+        job = Job(key, spec, buffer, step.progress)
         step.jobs.append(job)
         step.keys.add(key)
         try:
@@ -81,10 +86,10 @@ class Session:
                 raise  # a joined rank drops the results, and an error in them
             job.finish(error)
         if bucket.is_last():  # not always true of the last one: see the callback, and `_step_of`
-            self.engine.end()
+            self.engine.end(step.progress)
             self._step = None
         if self._wait_in_hook:
-            self._wait(job)
+            self._wait(job.done)
         return job.future
 
     def report(self) -> Report:
@@ -98,7 +103,7 @@ class Session:
         # A bucket that comes again begins a new step: a backward that raised never ended its own.
         if self._step is not None and key not in self._step.keys:
             return self._step, False
-        step = self._step = _Step()
+        step = self._step = _Step(self._slack)
         try:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self._end_of_backward, step))
@@ -111,20 +116,15 @@ class Session:
         if self._step is step:
             self._step = None
         self._wait_in_hook = False
-        self.engine.end()
-        last = len(step.jobs) - 1
-        waits_s = [
-            self._wait(job, self._nearly and index == last) for index, job in enumerate(step.jobs)
-        ]
-        self.exposure.add(step.jobs, waits_s)
-
-    def _wait(self, job: Job, nearly: bool = False) -> float:
-        """Seconds waited for `job`. An error is left to its result, which raises in the reducer."""
+        self.engine.end(step.progress)
         begin_s = time.monotonic()
+        self._wait(step.progress.near)
+        self.exposure.add(step.jobs, begin_s)
+
+    def _wait(self, event: threading.Event) -> None:
+        """Wait for `event`. An error is left to the jobs' results, which raise in the reducer."""
         try:
-            self.engine.wait(job, nearly)
-        except CommSchedError:
-            pass
+            self.engine.wait(event)
         except BaseException as error:  # Ctrl-C
             self.engine.fail(
                 CommSchedError(f"interrupted by {type(error).__name__}; restart the process")
@@ -133,4 +133,3 @@ class Session:
             if ddp is not None:
                 ddp.reducer._reset_state()  # it will not see the end of this backward
             raise
-        return time.monotonic() - begin_s

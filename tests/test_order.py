@@ -12,7 +12,7 @@ import torch.distributed as dist
 from commsched import policies
 from commsched.engine import Engine
 from commsched.group import Membership
-from commsched.jobs import Job
+from commsched.jobs import Job, Progress
 from commsched.layout import BucketSpec, Layout, ParamSpec, cut
 from commsched.plan import Plan, Task
 from commsched.settings import Settings
@@ -46,15 +46,17 @@ def test_issue_order_is_equal_under_random_delays(rank: int, policy: str) -> Non
     rng = random.Random(100 + rank)  # other delays on the other rank
     for iteration in range(ITERATIONS):
         jobs = []
+        progress = Progress()
         for key, spec in enumerate(specs()):
             if rng.random() < 0.2:
                 time.sleep(rng.random() * 4e-3)
             buffer = torch.full((spec.numel,), float(key + 100 * rank + iteration))
-            jobs.append(Job(key, spec, buffer))
+            jobs.append(Job(key, spec, buffer, progress))
             engine.submit(jobs[-1], begins=key == 0)
-        engine.end()
+        engine.end(progress)
+        engine.wait(progress.near)
         for key, job in enumerate(jobs):
-            engine.wait(job)
+            assert job.done.is_set()
             # The mean, and of this bucket: a swap of equal sizes would be silent otherwise.
             assert torch.equal(job.result, torch.full_like(job.result, key + 50.0 + iteration))
     issued = list(engine.issued)
@@ -74,10 +76,11 @@ def test_issue_order_is_equal_under_random_delays(rank: int, policy: str) -> Non
 def test_integer_buckets_are_divided_after_the_sum(rank: int, dtype: torch.dtype) -> None:
     engine = Engine(Membership(dist.group.WORLD), Settings(codec="bf16"), None)
     name = str(dtype).removeprefix("torch.")
-    job = Job(0, BucketSpec((ParamSpec("p", 3),), name), torch.tensor([1, 7, -9], dtype=dtype))
+    job = Job(
+        0, BucketSpec((ParamSpec("p", 3),), name), torch.tensor([1, 7, -9], dtype=dtype), Progress()
+    )
     engine.submit(job, begins=True)
-    engine.end()
-    engine.wait(job)
+    engine.wait(job.done)
     engine.close()
     assert job.result.tolist() == [1, 7, -9]
 
@@ -95,10 +98,9 @@ def test_credit_bounds_what_is_in_flight(rank: int) -> None:
 
     engine._issue = spy  # type: ignore[method-assign]
     spec = BucketSpec((ParamSpec("p", 50_000),), "float32")
-    job = Job(0, spec, torch.ones(50_000))
+    job = Job(0, spec, torch.ones(50_000), Progress())
     engine.submit(job, begins=True)
-    engine.end()
-    engine.wait(job)
+    engine.wait(job.done)
     engine.close()
     assert len(seen) == 20
     assert max(seen) <= settings.credit_bytes
