@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from commsched import codecs, exchange
 from commsched.codecs import Codec, WireSpec
 from commsched.codecs.feedback import ErrorFeedback
-from commsched.jobs import Job, Run
+from commsched.jobs import Job, Progress, Run
 from commsched.layout import BucketSpec, Layout, ParamSpec, cut
 from commsched.packer import Packer
 from commsched.policies import get as get_policy
@@ -358,7 +358,7 @@ def plan_for(layout: Layout, codec: str, chunk: int, fusion: int) -> object:
 def rank_of(packer: Packer, plan: object, buffers: Sequence[torch.Tensor]) -> Simulated:
     layout = plan.layout
     jobs = [
-        Job(key, spec, buffer)
+        Job(key, spec, buffer, Progress())
         for key, (spec, buffer) in enumerate(zip(layout.buckets, buffers, strict=True))
     ]
     runs = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from commsched.errors import CommSchedError
 from commsched.iteration import Iteration, KnownPlan
-from commsched.jobs import Job, Run
+from commsched.jobs import Job, Progress, Run
 from commsched.layout import BucketSpec, Layout, ParamSpec
 from commsched.plan import Plan
 from commsched.policies import get
@@ -31,7 +31,7 @@ def spec(key: int, numel: int) -> BucketSpec:
 
 
 def job(key: int, numel: int) -> Job:
-    return Job(key, spec(key, numel), torch.full((numel,), float(key)))
+    return Job(key, spec(key, numel), torch.full((numel,), float(key)), Progress())
 
 
 def known(*numels: int) -> KnownPlan:
@@ -273,28 +273,52 @@ def test_a_bucket_that_comes_twice_is_sent_twice() -> None:
 # ---------------------------------------------------------------- the jobs
 
 
-def test_a_job_is_nearly_done_when_one_task_of_several_is_left() -> None:
-    iteration = begin(CUT)
-    item = job(0, CUT)
-    iteration.add(item)
+@pytest.mark.parametrize(("slack", "left_at_near"), [(0.0, 0), (1 / 8, 2), (1 / 7, 2), (1.0, 16)])
+def test_progress_is_near_when_few_enough_tasks_are_left(slack: float, left_at_near: int) -> None:
+    progress = Progress(slack)
+    for _ in range(16):
+        progress.add_task()
     states = []
+    progress.end()
+    for left in range(15, -1, -1):
+        if progress.near.is_set():
+            states.append(left + 1)
+        progress.task_done()
+    assert progress.near.is_set()
+    assert max(states, default=0) == left_at_near
+
+
+def test_progress_is_not_near_before_all_tasks_are_known() -> None:
+    progress = Progress(1 / 8)
+    progress.add_task()
+    progress.task_done()
+    assert not progress.near.is_set()  # more buckets may come
+    progress.end()
+    assert progress.near.is_set()
+
+
+def test_a_small_step_is_waited_for_to_the_end() -> None:
+    progress = Progress(1 / 8)
+    for _ in range(7):
+        progress.add_task()
+    progress.end()
+    for _ in range(6):
+        progress.task_done()
+    assert not progress.near.is_set()
+
+
+def test_tasks_count_for_the_job_and_for_its_step() -> None:
+    item = job(0, CUT)
+    Iteration(plan_of, None).add(item)
+    assert item.tasks_left == 3
+    item.progress.end()
     for _ in range(3):
-        last = item.task_done()
-        states.append((last, item.nearly.is_set(), item.done.is_set()))
-    assert states == [(False, False, False), (False, True, False), (True, True, False)]
+        assert not item.progress.near.is_set()
+        item.progress.task_done()
+    assert item.progress.near.is_set()
     item.finish()
     assert item.done.is_set()
     assert item.future.value() is item.buffer
-
-
-def test_a_job_of_one_task_is_not_nearly_done_before_it_is_done() -> None:
-    item = job(0, FUSED)
-    Iteration(plan_of, None).add(item)
-    assert not item.nearly.is_set()
-    assert item.task_done()
-    assert not item.nearly.is_set()  # its result is not there yet
-    item.finish()
-    assert item.nearly.is_set()
 
 
 USES = {
@@ -314,7 +338,7 @@ def test_the_result_of_a_job_that_failed_raises_its_error(use: str) -> None:
     error = CommSchedError("the link is gone")
     item.finish(error)
     assert item.done.is_set()
-    assert item.nearly.is_set()
+    assert item.progress.near.is_set()
     result = item.future.value()  # never raises: it would lose the error's type in the reducer
     assert (result.shape, result.dtype) == (item.buffer.shape, item.buffer.dtype)
     with pytest.raises(CommSchedError) as caught:
