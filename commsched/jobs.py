@@ -19,7 +19,7 @@ from commsched.exchange import Stages
 from commsched.layout import BucketSpec, Chunk
 from commsched.plan import Plan, Task
 
-__all__ = ["Job", "Poison", "Progress", "Run"]
+__all__ = ["Job", "Poison", "Progress", "Run", "Timing"]
 
 
 class Poison(torch.Tensor):
@@ -84,6 +84,15 @@ class Progress:
             self.near.set()
 
 
+@dataclass(slots=True)
+class Timing:
+    """When one bucket came and when it was averaged (time.monotonic). Outlives its job."""
+
+    spec: BucketSpec
+    ready_s: float
+    done_s: float = 0.0
+
+
 class Job:
     """One bucket of one iteration, from the hook's call until its gradients are averaged.
 
@@ -103,8 +112,7 @@ class Job:
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.tasks_left = 0
-        self.ready_s = time.monotonic()
-        self.done_s = 0.0
+        self.timing = Timing(spec, time.monotonic())
 
     def add_task(self) -> None:
         """One more task carries a part of it."""
@@ -117,7 +125,7 @@ class Job:
         if error is not None:
             self.result = Poison(self.buffer, error)
             self.progress.near.set()
-        self.done_s = time.monotonic()
+        self.timing.done_s = time.monotonic()
         self.future.set_result(self.result)
         self.done.set()
 

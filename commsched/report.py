@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from commsched.jobs import Job
+from commsched.jobs import Timing
 from commsched.layout import BucketSpec
 
 __all__ = ["BucketReport", "Exposure", "Report"]
@@ -80,29 +80,30 @@ class Exposure:
     def __init__(self) -> None:
         self.count = 0
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
-        self._open: tuple[list[Job], float] | None = None
+        self._open: tuple[list[Timing], float] | None = None
 
-    def add(self, jobs: list[Job], begin_s: float) -> None:
+    def add(self, timings: list[Timing], free_s: float) -> None:
         """One step: its buckets, and when the training thread had nothing left to do but wait.
 
         Some may still be on their way: the reducer, which waits for them, is counted as well.
+        Timings, not jobs: those hold gradients, also of buckets that DDP is about to replace.
         """
         self._settle()
         self.count += 1
-        self._open = jobs, begin_s
+        self._open = timings, free_s
 
     def _settle(self) -> None:
         if self._open is None:
             return
-        (jobs, free_s), self._open = self._open, None
-        first_s = jobs[0].ready_s
+        (timings, free_s), self._open = self._open, None
+        first_s = timings[0].ready_s
         times = []
-        for job in jobs:
-            waited_s = max(0.0, job.done_s - free_s)
+        for one in timings:
+            waited_s = max(0.0, one.done_s - free_s)
             free_s += waited_s
-            times.append((job.ready_s - first_s, job.done_s - job.ready_s, waited_s))
+            times.append((one.ready_s - first_s, one.done_s - one.ready_s, waited_s))
         total_s = sum(waited_s for _, _, waited_s in times)
-        self._steps.append(_Step(total_s, tuple(job.spec for job in jobs), tuple(times)))
+        self._steps.append(_Step(total_s, tuple(one.spec for one in timings), tuple(times)))
 
     def report(self, wire_bytes: float, codec: str, policy: str, plan: str | None) -> Report:
         """The report so far; `wire_bytes` is what was sent since the start."""

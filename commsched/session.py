@@ -119,7 +119,7 @@ class Session:
         self.engine.end(step.progress)
         begin_s = time.monotonic()
         self._wait(step.progress.near)
-        self.exposure.add(step.jobs, begin_s)
+        self.exposure.add([job.timing for job in step.jobs], begin_s)
 
     def _wait(self, event: threading.Event) -> None:
         """Wait for `event`. An error is left to the jobs' results, which raise in the reducer."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commsched
+from commsched.jobs import Job
 from tests.distributed import ranks, run_on_ranks
 from tests.parity import SMALL, mlp, mlp_loss
 
@@ -95,6 +96,18 @@ def test_dropping_the_model_ends_the_thread(rank: int) -> None:
     del model
     gc.collect()
     assert threads() == []
+
+
+@ranks(2)
+def test_nothing_keeps_gradients_after_backward(rank: int) -> None:
+    # DDP replaces its buckets after the first step: whoever kept the old ones doubled the memory.
+    model = DDP(mlp(), bucket_cap_mb=0.01)
+    state = commsched.attach(model, **SMALL)
+    for step in range(3):
+        mlp_loss(model, step, rank).backward()
+        state.synchronize()
+        assert [o for o in gc.get_objects() if type(o) is Job] == []
+    state.close()
 
 
 @ranks(2)

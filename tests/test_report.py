@@ -8,11 +8,10 @@ import math
 from collections.abc import Sequence
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.jobs import Job, Progress
+from commsched.jobs import Timing
 from commsched.layout import BucketSpec, ParamSpec
 from commsched.report import WINDOW, Exposure, Report, inactive
 
@@ -22,10 +21,8 @@ THIRD = BucketSpec((ParamSpec("head.weight", 6),), "float32")
 BEGIN_S = -1e6  # on time.monotonic()'s scale: everything is long done when it is added
 
 
-def job(spec: BucketSpec, ready_s: float, done_s: float) -> Job:
-    made = Job(0, spec, torch.zeros(spec.numel), Progress())
-    made.ready_s, made.done_s = BEGIN_S + ready_s, BEGIN_S + done_s
-    return made
+def timing(spec: BucketSpec, ready_s: float, done_s: float) -> Timing:
+    return Timing(spec, BEGIN_S + ready_s, BEGIN_S + done_s)
 
 
 def add(exposure: Exposure, free_s: float, *rows: tuple[float, float]) -> None:
@@ -33,11 +30,11 @@ def add(exposure: Exposure, free_s: float, *rows: tuple[float, float]) -> None:
 
     Training waits for one after the other, so the waits say when each is done.
     """
-    jobs, done_s = [], free_s
+    timings, done_s = [], free_s
     for spec, (comm_s, wait_s) in zip((FIRST, SECOND), rows, strict=False):
         done_s += wait_s
-        jobs.append(job(spec, done_s - comm_s, done_s))
-    exposure.add(jobs, BEGIN_S + free_s)
+        timings.append(timing(spec, done_s - comm_s, done_s))
+    exposure.add(timings, BEGIN_S + free_s)
 
 
 def report(exposure: Exposure, wire_bytes: float = 0.0) -> Report:
@@ -63,7 +60,7 @@ def test_nothing_measured_yet() -> None:
 def test_one_step() -> None:
     exposure = Exposure()
     # Ready at 0 and 20 ms; training is free at 22, the second bucket is done at 25.
-    exposure.add([job(FIRST, 0.0, 0.010), job(SECOND, 0.020, 0.025)], BEGIN_S + 0.022)
+    exposure.add([timing(FIRST, 0.0, 0.010), timing(SECOND, 0.020, 0.025)], BEGIN_S + 0.022)
     got = report(exposure, 5e6)
     assert got.steps == 1
     assert got.exposed_ms == near(3.0)
@@ -112,8 +109,8 @@ def test_a_wait_is_what_is_left_after_those_before(
     """In whatever order buckets are done, the waits add up to the end of the last one."""
     exposure = Exposure()
     specs = (FIRST, SECOND)
-    jobs = [job(s, ready, ready + comm) for s, (ready, comm) in zip(specs, rows, strict=True)]
-    exposure.add(jobs, BEGIN_S + free_s)
+    timings = [timing(s, ready, ready + comm) for s, (ready, comm) in zip(specs, rows, strict=True)]
+    exposure.add(timings, BEGIN_S + free_s)
     end_s = max(ready + comm for ready, comm in rows)
     assert report(exposure).exposed_ms == near(1e3 * max(0.0, end_s - free_s))
 
@@ -150,8 +147,8 @@ def test_buckets_are_those_of_the_last_step() -> None:
 def test_a_bucket_done_after_training_went_on_is_counted_once() -> None:
     """The reducer waits for it; it is not done yet when the step is added."""
     exposure = Exposure()
-    late = job(SECOND, 0.0, -math.inf)
-    exposure.add([job(FIRST, 0.0, 0.001), late], BEGIN_S + 0.010)
+    late = timing(SECOND, 0.0, -math.inf)
+    exposure.add([timing(FIRST, 0.0, 0.001), late], BEGIN_S + 0.010)
     late.done_s = BEGIN_S + 0.014
     for _ in range(2):
         assert report(exposure).exposed_ms == near(4.0)
@@ -159,8 +156,8 @@ def test_a_bucket_done_after_training_went_on_is_counted_once() -> None:
 
 def test_times_of_other_buckets_are_not_mixed_in() -> None:
     exposure = Exposure()
-    exposure.add([job(THIRD, 0.0, 0.5)], BEGIN_S)
-    exposure.add([job(FIRST, 0.0, 0.002)], BEGIN_S + 0.001)
+    exposure.add([timing(THIRD, 0.0, 0.5)], BEGIN_S)
+    exposure.add([timing(FIRST, 0.0, 0.002)], BEGIN_S + 0.001)
     (row,) = report(exposure).buckets
     assert row.params == ("head.weight", "head.bias")
     assert (row.comm_ms, row.exposed_ms) == (near(2.0), near(1.0))
