@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -105,8 +106,11 @@ def test_nothing_keeps_gradients_after_backward(rank: int) -> None:
     state = commsched.attach(model, **SMALL)
     for step in range(3):
         mlp_loss(model, step, rank).backward()
-        state.synchronize()
-        assert [o for o in gc.get_objects() if type(o) is Job] == []
+        # The engine's thread may still hold the last one for a moment.
+        deadline_s = time.monotonic() + 5
+        while any(type(o) is Job for o in gc.get_objects()) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert not any(type(o) is Job for o in gc.get_objects())
     state.close()
 
 
@@ -139,8 +143,6 @@ def test_exit_without_close(destroy: bool) -> None:
 
 @ranks(2)
 def test_report_measures_the_wait(rank: int) -> None:
-    import time
-
     model = DDP(mlp(), bucket_cap_mb=0.01)
     state = commsched.attach(model, **SMALL)
     for step in range(4):
