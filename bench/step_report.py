@@ -12,6 +12,8 @@ from rich.table import Table
 
 __all__ = ["Case", "Row", "print_case", "rows_of"]
 
+STATUS_WIDTH = 20  # in the table; the whole text follows it
+
 Figures = dict[str, Any]  # one rank's `RankFigures` as JSON
 
 
@@ -153,10 +155,10 @@ def print_case(console: Console, case: Case, memory: bool) -> None:
     sent = "sent MB" if case.link != "loopback" else "sent MB (lo / ranks)"
     extra = ["peak MB", "- ddp's"] if memory else ["RSS + MB"]
     heads = ["step ms", "min..max", "x ddp", "exposed ms", "of bound", sent, *extra, "own exposed"]
-    table.add_column("hook", overflow="fold")
+    table.add_column("hook", no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right")
-    table.add_column("status", overflow="fold")
+    table.add_column("status", no_wrap=True)
     for row in case.rows:
         spread = "" if row.min_ms is None else f"{row.min_ms:.1f}..{_text(row.max_ms)}"
         sizes = [row.peak_mb, row.peak_vs_ddp_mb] if memory else [row.rss_mb]
@@ -170,9 +172,12 @@ def print_case(console: Console, case: Case, memory: bool) -> None:
             _text(row.sent_mb, 2),
             *(_text(size) for size in sizes),
             _text(row.reported_exposed_ms),
-            row.status,
+            row.status.partition(":")[0][:STATUS_WIDTH],
         )
     console.print(table)
+    for row in case.rows:
+        if row.status != "ok":
+            console.print(f"{row.hook}: {row.status}", markup=False, soft_wrap=True)
 
 
 def _text(value: float | None, digits: int = 1) -> str:

@@ -189,7 +189,7 @@ def _write(path: Path, options: argparse.Namespace, cases: list[Case]) -> None:
 def main() -> int:
     """Runs the matrix; returns 1 if a launch (other than powersgd's) failed, 2 for bad usage."""
     options = _parser().parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)  # not folded when piped
     try:
         for hook in options.hooks:
             HookSpec.parse(hook)

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commsched.errors import CommSchedError
 
-__all__ = ["Board", "Group", "Membership"]
+__all__ = ["Board", "Group", "Membership", "timeout_of"]
 
 POLL_S = 0.005
 WARN_S = 30.0  # ranks start together; later than this, something is probably wrong
@@ -171,6 +171,16 @@ class Group:
         rows = [torch.zeros_like(tensor) for _ in range(self.size)]
         self._backend.allgather([rows], [tensor]).wait()
         return rows
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> float:
+    """The seconds after which collectives of `process_group` fail; torch's default if unknown."""
+    for device in process_group._device_types:
+        options = getattr(process_group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout.total_seconds()
+    return float(dist.default_pg_timeout.total_seconds())
 
 
 def _to_tensor(payload: bytes, size: int) -> torch.Tensor:

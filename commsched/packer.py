@@ -24,7 +24,6 @@ class Packer:
         self.world_size = world_size
         self.feedback = feedback
         self._share = 1.0 / world_size
-        self._is_power_of_two = world_size & (world_size - 1) == 0
         self._free: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         self._largest: dict[torch.dtype, int] = defaultdict(int)
 
@@ -34,15 +33,13 @@ class Packer:
             (job,) = run.jobs.values()
             run.wire = job.buffer * self._share
             return run.wire
-        codec = run.codec
-        if codec.name == "none":
-            run.flat = run.wire = self._gather(run, self._share)
-            return run.wire
-        on_wire = codec.scales_exactly and self._is_power_of_two and self.feedback is None
-        run.flat = self._gather(run, 1.0 if on_wire else self._share)
-        run.wire = self._take(codec.wire(run.flat.numel(), run.flat.dtype))
-        self._encode(run, run.flat, run.wire)
-        return run.wire.mul_(self._share) if on_wire else run.wire
+        run.flat = self._gather(run)
+        if run.codec.name == "none":
+            run.wire = run.flat
+        else:
+            run.wire = self._take(run.codec.wire(run.flat.numel(), run.flat.dtype))
+            self._encode(run, run.flat, run.wire)
+        return run.wire
 
     def _encode(self, run: Run, flat: torch.Tensor, wire: torch.Tensor) -> None:
         if self.feedback is None:
@@ -76,16 +73,16 @@ class Packer:
         name = "sparse_all_reduce" if run.task.chunk.sparse else run.codec.exchange
         return exchange.get(name)
 
-    def _gather(self, run: Run, scale: float) -> torch.Tensor:
+    def _gather(self, run: Run) -> torch.Tensor:
         # Divide before the sum, by multiplying with the reciprocal, exactly as DDP does without a
         # hook: bit-equal results, and half-precision sums stay in range.
         views = run.views()
         dtype = views[0].dtype
         if len(views) == 1:
-            return views[0] if scale == 1.0 or not _divided_first(dtype) else views[0].mul_(scale)
+            return views[0].mul_(self._share) if _divided_first(dtype) else views[0]
         flat = self._take(WireSpec(dtype, sum(view.numel() for view in views)))
         torch._foreach_copy_(_split_like(flat, views), views)
-        return flat.mul_(scale) if _divided_first(dtype) else flat
+        return flat.mul_(self._share) if _divided_first(dtype) else flat
 
     def _take(self, spec: WireSpec) -> torch.Tensor:
         free = self._free[spec.dtype]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from commsched import codecs
 from commsched.codecs.feedback import ErrorFeedback
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
-from commsched.group import Membership
+from commsched.group import Membership, timeout_of
 from commsched.jobs import Job, Progress
 from commsched.model import Buckets
 from commsched.report import Exposure, Report
@@ -55,7 +56,8 @@ class Session:
     def __init__(
         self, process_group: dist.ProcessGroup, settings: Settings, buckets: Buckets
     ) -> None:
-        self.settings = settings
+        timeout_s = settings.timeout_s or timeout_of(process_group)
+        self.settings = settings = replace(settings, timeout_s=timeout_s)
         self.buckets = buckets
         self.exposure = Exposure()
         lossy = codecs.get(settings.codec).lossy

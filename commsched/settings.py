@@ -71,7 +71,10 @@ class Settings:
         16.0, "bytes on the wire at once; one chunk may always go", low=0.001, high=16384.0
     )
     timeout_s: float = _setting(
-        1800.0, "the longest any wait may take before it is an error", low=0.1, high=604800.0
+        0.0,
+        "the longest a wait may take before it is an error; 0: the timeout of DDP's process group",
+        low=0.0,
+        high=604800.0,
     )
     log_level: str = _setting(
         "warning",

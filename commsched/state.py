@@ -15,7 +15,7 @@ from commsched.errors import CommSchedError
 from commsched.model import Buckets, find_ddp
 from commsched.report import Report, inactive
 from commsched.session import Session, plain_all_reduce
-from commsched.settings import Resolved, resolve
+from commsched.settings import Resolved, Settings, resolve
 
 __all__ = ["State"]
 
@@ -61,10 +61,10 @@ class State:
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._inactive = "no gradient bucket has come yet"
         self._closed = False
-        logger.setLevel(self.settings.log_level.upper())
+        _set_log_level(self._resolved)
 
     @property
-    def settings(self) -> Any:
+    def settings(self) -> Settings:
         """The effective settings (a frozen `Settings`)."""
         return self._resolved.settings
 
@@ -164,3 +164,13 @@ class State:
 
     def __repr__(self) -> str:
         return f"commsched.State({self._resolved.describe()})"
+
+
+def _set_log_level(resolved: Resolved) -> None:
+    if resolved.origin["log_level"] == "default":
+        return  # the program's own logging configuration stands
+    logger.setLevel(resolved.settings.log_level.upper())
+    if not logger.hasHandlers():  # asked for, but nobody would print it
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(levelname)s: %(message)s"))
+        logger.addHandler(handler)

@@ -41,7 +41,9 @@ def specs() -> list[BucketSpec]:
 @ranks(2, timeout_s=100)
 def test_issue_order_is_equal_under_random_delays(rank: int, policy: str) -> None:
     policies._POLICIES["shuffled"] = "tests.test_order:shuffled"
-    settings = Settings(policy=policy, chunk_mb=0.001, fusion_mb=0.0003, credit_mb=0.004)
+    settings = Settings(
+        policy=policy, chunk_mb=0.001, fusion_mb=0.0003, credit_mb=0.004, timeout_s=60.0
+    )
     engine = Engine(Membership(dist.group.WORLD), settings, None)
     rng = random.Random(100 + rank)  # other delays on the other rank
     for iteration in range(ITERATIONS):
@@ -74,7 +76,7 @@ def test_issue_order_is_equal_under_random_delays(rank: int, policy: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @ranks(2)
 def test_integer_buckets_are_divided_after_the_sum(rank: int, dtype: torch.dtype) -> None:
-    engine = Engine(Membership(dist.group.WORLD), Settings(codec="bf16"), None)
+    engine = Engine(Membership(dist.group.WORLD), Settings(codec="bf16", timeout_s=30.0), None)
     name = str(dtype).removeprefix("torch.")
     job = Job(
         0, BucketSpec((ParamSpec("p", 3),), name), torch.tensor([1, 7, -9], dtype=dtype), Progress()
@@ -87,7 +89,7 @@ def test_integer_buckets_are_divided_after_the_sum(rank: int, dtype: torch.dtype
 
 @ranks(2)
 def test_credit_bounds_what_is_in_flight(rank: int) -> None:
-    settings = Settings(chunk_mb=0.01, credit_mb=0.02, fusion_mb=0.0)
+    settings = Settings(chunk_mb=0.01, credit_mb=0.02, fusion_mb=0.0, timeout_s=30.0)
     engine = Engine(Membership(dist.group.WORLD), settings, None)
     seen: list[int] = []
     issue = engine._issue

@@ -35,14 +35,11 @@ class Codec(ABC):
         name: what ``COMMSCHED_CODEC`` calls it.
         lossy: whether decode(encode(x)) may differ from x.
         exchange: how encoded chunks are summed over ranks (a name in `commsched.exchange`).
-        scales_exactly: whether multiplying the wire tensor by a power of two (within range) gives
-            what encoding the multiplied gradients would; the division is then done on the wire.
     """
 
     name: ClassVar[str]
     lossy: ClassVar[bool]
     exchange: ClassVar[str]
-    scales_exactly: ClassVar[bool] = False
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:

@@ -80,5 +80,4 @@ class Bf16(_Cast):
     """bfloat16: 8 bits of precision, the range of float32."""
 
     name = "bf16"
-    scales_exactly = True
     to = torch.bfloat16
