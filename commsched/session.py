@@ -42,7 +42,9 @@ class _Step:
         self.progress = Progress(slack)
         self.jobs: list[Job] = []
         self.keys: set[int] = set()
-        self.has_callback = False
+        self.graph_tasks: set[int] = set()  # autograd's ids, of those that have our callback
+        self.saw_last = False
+        self.ended = False
 
 
 class Session:
@@ -64,6 +66,10 @@ class Session:
         feedback = ErrorFeedback() if lossy and settings.error_feedback else None
         self.engine = Engine(Membership(process_group), settings, feedback)
         ddp = buckets.ddp
+        # Where DDP leaves out unused buckets, or registers them late, it may never say "last".
+        self._says_last = ddp is not None and not (
+            ddp.static_graph or ddp.skip_all_reduce_unused_params
+        )
         # A static graph's first hooks run in the reducer's last callback, which then waits in C++
         # at once; ours would come too late.
         self._wait_in_hook = ddp is not None and ddp.static_graph
@@ -77,17 +83,22 @@ class Session:
         """One hook call. Never blocks, but for a static graph's first backward."""
         buffer = bucket.buffer()
         key, spec = self.buckets.recognise(bucket, buffer)
-        step, begins = self._step_of(key)
+        # A bucket that comes again begins a new step: a backward that raised never ended its own.
+        begins = self._step is None or key in self._step.keys
+        step = _Step(self._slack) if begins or self._step is None else self._step
+        self._step = step
         job = Job(key, spec, buffer, step.progress)
         step.jobs.append(job)
         step.keys.add(key)
+        in_backward = self._queue_callback(step)
         try:
             self.engine.submit(job, begins)
         except CommSchedError as error:
-            if not step.has_callback:
+            if not in_backward:
                 raise  # a joined rank drops the results, and an error in them
             job.finish(error)
-        if bucket.is_last():  # not always true of the last one: see the callback, and `_step_of`
+        if bucket.is_last():
+            step.saw_last = True
             self.engine.end(step.progress)
             self._step = None
         if self._wait_in_hook:
@@ -101,26 +112,37 @@ class Session:
         settings = self.settings
         return self.exposure.report(engine.wire_bytes, settings.codec, settings.policy, digest)
 
-    def _step_of(self, key: int) -> tuple[_Step, bool]:
-        # A bucket that comes again begins a new step: a backward that raised never ended its own.
-        if self._step is not None and key not in self._step.keys:
-            return self._step, False
-        step = self._step = _Step(self._slack)
-        try:
+    def _queue_callback(self, step: _Step) -> bool:
+        """Have `_end_of_backward` called; False outside a backward (join's shadow calls).
+
+        Once for each of autograd's graph tasks: reentrant checkpointing runs backwards within the
+        backward, and a callback belongs to the one that is running.
+        """
+        graph_task: int = torch._C._current_graph_task_id()
+        if graph_task == -1:
+            return False
+        if graph_task not in step.graph_tasks:
+            step.graph_tasks.add(graph_task)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self._end_of_backward, step))
-            step.has_callback = True
-        except RuntimeError:
-            pass  # not inside a backward: a joined rank shadows the others' collectives
-        return step, True
+        return True
 
     def _end_of_backward(self, step: _Step) -> None:
+        if step.ended or (self._says_last and not step.saw_last):
+            return  # in an inner backward more buckets will come; after it all is done
+        step.ended = True
         if self._step is step:
             self._step = None
         self._wait_in_hook = False
         self.engine.end(step.progress)
         begin_s = time.monotonic()
-        self._wait(step.progress.near)
+        try:
+            self._wait(step.progress.near)
+        except BaseException:
+            ddp = self.buckets.ddp
+            if ddp is not None:
+                ddp.reducer._reset_state()  # it will not see the end of this backward
+            raise
         self.exposure.add([job.timing for job in step.jobs], begin_s)
 
     def _wait(self, event: threading.Event) -> None:
@@ -131,7 +153,4 @@ class Session:
             self.engine.fail(
                 CommSchedError(f"interrupted by {type(error).__name__}; restart the process")
             )
-            ddp = self.buckets.ddp
-            if ddp is not None:
-                ddp.reducer._reset_state()  # it will not see the end of this backward
             raise

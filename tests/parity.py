@@ -164,17 +164,20 @@ class Norm(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Recomputes its middle in backward."""
+    """Recomputes its middle in backward; `last` too: then the first gradients come from inside."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, last_too: bool = False) -> None:
         super().__init__()
         self.reentrant = reentrant
+        self.last_too = last_too
         self.first, self.middle, self.last = nn.Linear(24, 24), mlp(depth=3)[:-1], nn.Linear(24, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torch.utils.checkpoint import checkpoint
 
         y = checkpoint(self.middle, self.first(x), use_reentrant=self.reentrant)
+        if self.last_too:
+            return checkpoint(self.last, y, use_reentrant=self.reentrant)
         return self.last(y)
 
 
@@ -227,6 +230,7 @@ CASES: dict[str, Case] = {
     "buffers": Case(Norm, mlp_loss),
     "accumulation": Case(mlp, mlp_loss, accumulate=3),
     "checkpoint-reentrant": Case(lambda: Checkpointed(True), mlp_loss),
+    "checkpoint-reentrant-all": Case(lambda: Checkpointed(True, True), mlp_loss),
     "checkpoint": Case(lambda: Checkpointed(False), mlp_loss),
     "autocast": Case(mlp, autocast_loss),
     "two-heads": Case(TwoLosses, two_loss),
