@@ -39,7 +39,7 @@ def _draw(axes: Axes, case: dict[str, Any]) -> None:
     rate = "loopback" if case["rate_mbit"] is None else f"{case['rate_mbit'] / 1000:g} Gbit/s"
     axes.set_title(f"{TITLES.get(case['workload'], case['workload'])}, {rate}", fontsize=10)
     axes.set_xlabel("step, ms")
-    axes.margins(x=0.12)
+    axes.margins(x=0.18)
 
 
 def main() -> None:

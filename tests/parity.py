@@ -58,6 +58,17 @@ def train(
     return [p.detach().clone() for p in model.module.parameters()], state
 
 
+def sgd_steps(model: nn.Module, steps: int, rank: int) -> list[torch.Tensor]:
+    """Parameters after `steps` plain SGD steps on `mlp_loss`."""
+    opt = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        opt.zero_grad()
+        mlp_loss(model, step, rank).backward()
+        opt.step()
+    return [p.detach() for p in model.parameters()]
+
+
 def assert_same(
     ours: list[torch.Tensor], theirs: list[torch.Tensor], rtol: float | None = None
 ) -> None:

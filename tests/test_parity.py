@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,8 +13,19 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commsched
+from commsched import codecs
+from commsched.codecs.cast import Fp16
 from tests.distributed import ranks
-from tests.parity import CASES, OPTIMIZERS, SMALL, Case, assert_same, mlp, mlp_loss, train
+from tests.parity import (
+    CASES,
+    OPTIMIZERS,
+    SMALL,
+    assert_same,
+    mlp,
+    mlp_loss,
+    sgd_steps,
+    train,
+)
 
 STEPS = 10
 
@@ -99,16 +111,11 @@ def test_join_with_uneven_inputs(rank: int) -> None:
         torch.manual_seed(3)
         model = DDP(mlp(), bucket_cap_mb=0.01)
         state = commsched.attach(model, **SMALL) if hooked else None
-        opt = torch.optim.SGD(model.parameters(), lr=0.05)
         with Join([model]):
-            for step in range(4 + 3 * rank):
-                torch.manual_seed(10 * step + rank)
-                opt.zero_grad()
-                mlp_loss(model, step, rank).backward()
-                opt.step()
+            params = sgd_steps(model, 4 + 3 * rank, rank)
         if state is not None:
             state.close()
-        return [p.detach() for p in model.parameters()]
+        return params
 
     assert_same(run(True), run(False))
 
@@ -164,15 +171,9 @@ def test_subset_process_group(rank: int, attached: bool) -> None:
         elif hooked:
             state = commsched.State(**SMALL)  # finds the model's group by itself
             model.register_comm_hook(state, commsched.hook)
-        opt = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(4):
-            torch.manual_seed(10 * step + rank)
-            opt.zero_grad()
-            mlp_loss(model, step, rank).backward()
-            opt.step()
+        results.append(sgd_steps(model, 4, rank))
         if state is not None:
             state.close()
-        results.append([p.detach() for p in model.parameters()])
     assert_same(*results)
 
 
@@ -211,32 +212,36 @@ def test_compiled_model(rank: int) -> None:
         model = DDP(mlp())
         compiled = torch.compile(model, backend="aot_eager")
         state = commsched.attach(compiled, **SMALL) if hooked else None
-        opt = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(4):
-            torch.manual_seed(10 * step + rank)
-            opt.zero_grad()
-            mlp_loss(compiled, step, rank).backward()
-            opt.step()
+        params = sgd_steps(compiled, 4, rank)
         if state is not None:
             assert state.report().active
             state.close()
-        return [p.detach() for p in model.parameters()]
+        return params
 
     assert_same(run(True), run(False))
 
 
+class Spy(Fp16):
+    """Notes what it runs under."""
+
+    name = "spy"
+    seen: ClassVar[set[tuple[bool, bool]]] = set()
+
+    def encode(self, grad: torch.Tensor, out: torch.Tensor) -> None:
+        self.seen.add((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        super().encode(grad, out)
+
+
 @ranks(2)
 def test_grad_mode_and_autocast_do_not_reach_the_codec(rank: int) -> None:
-    # backward() inside autocast: DDP calls the hook with autocast on.
-    def loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        return mlp_loss(model, step, rank)
-
-    case = Case(mlp, loss)
-    theirs, _ = train(case, "sgd", 3, rank, None)
-    with torch.autocast("cpu", torch.bfloat16, enabled=False):
-        ours, state = train(case, "sgd", 3, rank, {})
-    assert_same(ours, theirs)
-    assert state is not None
+    if "spy" not in codecs.names():
+        codecs.register(Spy())
+    model = DDP(mlp())
+    state = commsched.attach(model, codec="spy", **SMALL)
+    with torch.autocast("cpu", torch.bfloat16):  # around backward() too: DDP's hook sees it
+        for step in range(3):
+            mlp_loss(model, step, rank).backward()
+    assert Spy.seen == {(False, False)}
     state.close()
 
 
