@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from commsched import exchange, policies
+from commsched.blame import CollectiveError, blaming, explained
 from commsched.codecs.feedback import ErrorFeedback
-from commsched.errors import CommSchedError
+from commsched.errors import CommSchedError, fresh
 from commsched.group import Membership
 from commsched.iteration import Iteration
 from commsched.jobs import Job, Progress, Run
@@ -31,8 +31,9 @@ from commsched.packer import Packer
 from commsched.plan import Plan, agree
 from commsched.settings import Settings
 
-__all__ = ["Engine"]
+__all__ = ["CLOSED", "Engine"]
 
+CLOSED = "this commsched.State is closed; wrap the model in a new DDP, with a new State"
 HISTORY = 4096  # issued tasks remembered, for tests and for a look at a stuck job
 
 logger = logging.getLogger("commsched")
@@ -57,7 +58,8 @@ class Engine:
         self._policy = policies.get(settings.policy)
         self._packer = Packer(len(member.ranks), feedback)
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        # Re-entrant: garbage collection may run `close` on a thread that holds it.
+        self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._open: set[Job] = set()
         self._beat_s = time.monotonic()  # when the engine's thread was last seen to move
@@ -80,10 +82,14 @@ class Engine:
             CommSchedError: the engine has failed, or was closed.
         """
         with self._lock:
-            if self._error is not None:
-                raise self._error
+            self.raise_error()
             self._open.add(job)
         self._queue.put(partial(self._on_ready, job, begins))
+
+    def raise_error(self) -> None:
+        """Raise what the engine has failed with, if it has."""
+        if self._error is not None:
+            raise fresh(self._error)
 
     def end(self, progress: Progress) -> None:
         """No more buckets will come in this iteration: send what was waiting to be fused."""
@@ -101,9 +107,10 @@ class Engine:
 
     def fail(self, error: BaseException) -> None:
         """Stop for good: every unfinished job gets `error`, and so does every later call."""
+        nobody: set[Job] = set()
         with self._lock:
-            self._error = self._error or error
-            jobs, self._open = self._open, set()
+            self._error = self._error or error.with_traceback(None)
+            jobs, self._open = self._open, nobody
         self._stopping.set()
         for job in jobs:
             job.finish(self._error)
@@ -119,33 +126,49 @@ class Engine:
             jobs = list(self._open)
         for job in jobs:
             self.wait(job.done)
-            if job.error is not None:
-                raise job.error
+        self.raise_error()
 
     def close(self) -> None:
         """End the thread and the group. Unfinished jobs get an error. Safe to call again."""
-        self.fail(CommSchedError("this commsched.State is closed; make a new one"))
+        self.fail(
+            CommSchedError(
+                "this commsched.State is closed; wrap the model in a new DDP, with a new State"
+            )
+        )
         # Garbage collection may run this on the engine's own thread.
         if threading.current_thread() is not self._thread:
             self._thread.join(10 * TICK_S)
+            if self._thread.is_alive():
+                logger.warning("the engine's thread is still waiting for other ranks")
 
     # ---- the engine's thread ---------------------------------------------------------------
 
     def _main(self, member: Membership) -> None:
-        lane = None
+        lane, failed = None, False
         try:
             with torch.no_grad():
-                lane = Lane(member, self.settings, self._stopping.is_set)
+                lane = Lane(member, self.settings, self._stopping, self._post)
                 while not self._stopping.is_set():
                     self._turn(lane)
         except BaseException as error:
             if not self._stopping.is_set():  # else whoever stopped us has told everybody
-                error = _explained(error)
-                if lane is not None:
-                    lane.announce(error)
-                self.fail(error)
-        if lane is not None and self._in_flight:
+                failed = True
+                self.fail(explained(error))
+        if lane is not None:
+            self._leave(lane, failed)
+
+    def _leave(self, lane: Lane, failed: bool) -> None:
+        if failed or self._in_flight or self._iteration.order:
+            # Others wait for us, whoever stopped us: an error here, Ctrl-C, close().
+            lane.announce(self._error)
+        if self._in_flight:
             lane.group.abandon()
+        lane.leave()
+        # They hold gradients.
+        self._in_flight.clear()
+        self._arrived.clear()
+        self._held.clear()
+        self._iteration = Iteration(self._plan_of, None)
 
     def _turn(self, lane: Lane) -> None:
         try:
@@ -155,8 +178,10 @@ class Engine:
         self._beat_s = time.monotonic()
         try:
             event()
-        except _CollectiveError as error:
+        except CollectiveError as error:
             raise lane.lost(str(error), error.run.sequence) from None
+        if self._stopping.is_set():
+            return  # the buffers belong to the training program again
         self._pump(lane)
         while self._close_iteration(lane):
             self._pump(lane)
@@ -173,7 +198,8 @@ class Engine:
             self._issue_ready(lane)
         head = self._iteration.head()
         if head is not None and head.wire is None:
-            self._packer.pack(head)
+            with blaming(head):
+                self._packer.pack(head)
 
     def _issue_ready(self, lane: Lane) -> None:
         while (run := self._iteration.head()) is not None:
@@ -183,7 +209,13 @@ class Engine:
             self._issue(self._iteration.order.popleft(), lane)
 
     def _issue(self, run: Run, lane: Lane) -> None:
-        wire = self._packer.pack(run) if run.wire is None else run.wire
+        if run.unknown:
+            # Ranks with other buckets would sum different gradients, or crash gloo with a size it
+            # does not expect. Checked here, in the lane's order, and only while buckets are new.
+            layout = run.plan.layout
+            lane.agree("comparing buckets", partial(agree, lane.group, layout, self._plan_of))
+        with blaming(run):
+            wire = self._packer.pack(run) if run.wire is None else run.wire
         run.stages = self._packer.exchange_of(run)(lane.group, wire)
         run.sequence = lane.sequence
         run.issued_s = time.monotonic()
@@ -191,37 +223,35 @@ class Engine:
         self.issued.append((run.plan.digest, run.task.index))
         self.wire_bytes += exchange.wire_bytes(wire, lane.group.size)
         self._in_flight.append(run)
-        self._watch(run, next(run.stages))
+        lane.watch(run, next(run.stages))
 
-    def _watch(self, run: Run, work: dist.Work) -> None:
-        # The callback runs on a gloo worker thread. It only posts: see commsched.exchange.
-        work.get_future().add_done_callback(
-            lambda future: self._queue.put(partial(self._on_collective, run, future))
-        )
+    def _post(self, lane: Lane, run: Run, future: torch.futures.Future[Any]) -> None:
+        self._queue.put(partial(self._on_collective, lane, run, future))
 
-    def _on_collective(self, run: Run, future: torch.futures.Future[Any]) -> None:
+    def _on_collective(self, lane: Lane, run: Run, future: torch.futures.Future[Any]) -> None:
         assert run.stages is not None
         try:
             tensors = future.value()
         except Exception as error:
-            raise _CollectiveError(run, str(error).strip()) from None
+            raise CollectiveError(run, str(error).strip()) from None
         try:
             work = run.stages.send(tensors)
         except StopIteration as stop:
             self._in_flight.remove(run)
             self._arrived.append((run, stop.value))
         else:
-            self._watch(run, work)
+            lane.watch(run, work)
 
     def _on_tick(self, lane: Lane) -> None:
         lane.check_peers()
         run = min(self._in_flight, key=lambda run: run.issued_s)
         late_s = time.monotonic() - run.issued_s
         if late_s > self.settings.timeout_s:
-            raise _CollectiveError(run, f"not done {late_s:.1f} s after it was issued")
+            raise CollectiveError(run, f"not done {late_s:.1f} s after it was issued")
 
     def _finish(self, run: Run, total: torch.Tensor) -> None:
-        self._packer.unpack(run, total)
+        with blaming(run):
+            self._packer.unpack(run, total)
         for job in run.jobs.values():
             job.tasks_left -= 1
             if job.tasks_left == 0:
@@ -284,19 +314,3 @@ class Engine:
 
     def _plan_of(self, layout: Layout) -> Plan:
         return self._policy(layout, self.settings)
-
-
-class _CollectiveError(Exception):
-    """A collective failed or is late; the lane makes a CommSchedError of it."""
-
-    def __init__(self, run: Run, reason: str) -> None:
-        super().__init__(f"{run.plan.describe(run.task)}: {reason}")
-        self.run = run
-
-
-def _explained(error: BaseException) -> CommSchedError:
-    if isinstance(error, CommSchedError):
-        return error
-    explained = CommSchedError(f"the engine failed: {type(error).__name__}: {error}")
-    explained.__cause__ = error
-    return explained

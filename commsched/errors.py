@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CommSchedError", "SettingsError"]
+__all__ = ["CommSchedError", "SettingsError", "fresh"]
 
 
 class CommSchedError(RuntimeError):
@@ -11,3 +11,13 @@ class CommSchedError(RuntimeError):
 
 class SettingsError(CommSchedError, ValueError):
     """A setting is unknown, does not parse, is out of range, or differs between ranks."""
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy of `error` to raise.
+
+    One raised twice collects the frames of both places, and keeps their gradients alive.
+    """
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy

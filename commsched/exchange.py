@@ -2,8 +2,8 @@
 
 An exchange is a generator: it yields each collective it has started and is resumed, on the
 engine's thread, with that collective's result. So an exchange of several stages is a state machine
-that the engine drives, and nothing ever waits inside a future callback: gloo runs callbacks on its
-few worker threads, and one that waits for a collective of the same group deadlocks.
+that the engine drives, and nothing ever waits, or does anything, inside a future callback: gloo
+runs those on its few worker threads, and one that waits for the same group deadlocks.
 """
 
 from __future__ import annotations

@@ -70,6 +70,8 @@ class Board:
         while not self.store.check(keys):
             if cancelled():
                 raise CommSchedError("closed before the other ranks had come")
+            if (said := self.failure() or self._switched_off()) is not None:
+                raise CommSchedError(said)
             waited_s = time.monotonic() - began_s
             if waited_s > deadline_s or (waited_s > WARN_S and not warned):
                 missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
@@ -83,6 +85,19 @@ class Board:
                 logger.warning("%s", text)
                 warned = True
             time.sleep(POLL_S)
+
+    def switch_off(self) -> None:
+        """Tell ranks that come to `join` that this one leaves its gradients to torch."""
+        self.store.set("off", str(self.member.global_rank))
+
+    def _switched_off(self) -> str | None:
+        if not self.store.check(["off"]):
+            return None
+        rank, own = self.store.get("off").decode(), self.member.global_rank
+        return (
+            f"ranks have different settings: enabled is False on rank {rank} and True on rank "
+            f"{own}. Set it equally and restart the job"
+        )
 
     def say(self, issued: int) -> None:
         """Publish how many tasks this rank has issued since it started."""

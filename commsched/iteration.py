@@ -36,7 +36,7 @@ class Iteration:
         self._plan_of = plan_of
         self._known = known
         self._seen: list[tuple[int, BucketSpec]] = []  # not the jobs: they hold gradients
-        self._strangers = False
+        self._unknown = False
         self._waiting: dict[int, list[Run]] = {}  # plan bucket index -> runs that need it
         self._placed: set[int] = set()  # plan bucket indices that came, and those given up
         self._dropped: set[int] = set()
@@ -77,7 +77,7 @@ class Iteration:
 
     def new_layout(self) -> Layout | None:
         """The layout to plan for, if buckets came that the plan does not know."""
-        if not self._strangers:
+        if not self._unknown:
             return None
         return Layout(tuple(spec for _, spec in self._seen))
 
@@ -91,11 +91,11 @@ class Iteration:
         return self._known
 
     def _append(self, job: Job) -> None:
-        self._strangers = True
+        self._unknown = True
         self._drop(list(self._waiting))
         plan = self._plan_of(Layout((job.spec,)))
         for task in plan.tasks:
-            run = Run(task, plan, {0})
+            run = Run(task, plan, {0}, unknown=task.index == 0)
             self.order.append(run)
             self._give(run, 0, job)
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from commsched.codecs import Codec
 from commsched.codecs import get as get_codec
+from commsched.errors import fresh
 from commsched.exchange import Stages
 from commsched.layout import BucketSpec, Chunk
 from commsched.plan import Plan, Task
@@ -45,7 +46,7 @@ class Poison(torch.Tensor):
     ) -> Any:
         """Whatever is done with it, raise."""
         leaves = tree_leaves((args, kwargs))
-        raise next(leaf.error for leaf in leaves if isinstance(leaf, Poison))
+        raise fresh(next(leaf.error for leaf in leaves if isinstance(leaf, Poison)))
 
 
 class Progress:
@@ -121,12 +122,13 @@ class Job:
 
     def finish(self, error: BaseException | None = None) -> None:
         """Hand the result, or the error, to whoever waits. Once only."""
-        self.error = error
+        result = self.result
         if error is not None:
-            self.result = Poison(self.buffer, error)
+            result = Poison(self.buffer, error)
             self.progress.near.set()
+        self.error = error
         self.timing.done_s = time.monotonic()
-        self.future.set_result(self.result)
+        self.future.set_result(result)
         self.done.set()
 
 
@@ -143,6 +145,7 @@ class Run:
     stages: Stages | None = None
     sequence: int = 0  # how many tasks this lane had issued before it
     issued_s: float = 0.0
+    unknown: bool = False  # the first task of a bucket that no agreed plan holds
 
     @property
     def chunk(self) -> Chunk:

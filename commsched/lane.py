@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
+from commsched import codecs
 from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Group, Membership
+from commsched.jobs import Run
 from commsched.settings import Settings
 from commsched.version import __version__
 
@@ -24,8 +33,20 @@ T = TypeVar("T")
 class Lane:
     """One group and the count of tasks issued on it. Used by the engine's thread only."""
 
-    def __init__(self, member: Membership, settings: Settings, cancelled: Callable[[], bool]):
+    def __init__(
+        self,
+        member: Membership,
+        settings: Settings,
+        stopping: threading.Event,
+        post: Callable[[Lane, Run, torch.futures.Future[Any]], None],
+    ) -> None:
         """Meet the other ranks, connect, and compare settings. Blocks.
+
+        Args:
+            member: the ranks.
+            settings: for the deadline, the number of threads, and the comparison.
+            stopping: ends every wait.
+            post: told of each watched collective that is done, on the waiter's thread.
 
         Raises:
             CommSchedError: a rank has not come within the deadline.
@@ -34,11 +55,43 @@ class Lane:
         self.member = member
         self.timeout_s = settings.timeout_s
         self.sequence = 0  # tasks issued on this lane since it was made
+        self._stopping = stopping
+        self._post = post
+        self._works: queue.SimpleQueue[tuple[Run, dist.Work] | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait, name="commsched-waiter", daemon=True)
         self.board = Board(member)
-        self.board.join(settings.timeout_s, cancelled)
-        threads = max(2, min(16, settings.credit_bytes // settings.chunk_bytes))
-        self.group = Group(member, self.board, threads, settings.timeout_s)
-        self.agree("comparing settings", lambda: _compare_settings(self.group, member, settings))
+        try:
+            self.board.join(settings.timeout_s, stopping.is_set)
+            self.group = self.agree(
+                "connecting",
+                lambda: Group(member, self.board, _threads(settings), settings.timeout_s),
+            )
+            self.agree("comparing", lambda: _compare_settings(self.group, member, settings))
+        except BaseException as error:
+            self.announce(error)
+            raise
+        self._waiter.start()
+
+    def watch(self, run: Run, work: dist.Work) -> None:
+        """Have `post` called when `work` is done. Those issued first are waited for first."""
+        self._works.put((run, work))
+
+    def leave(self) -> None:
+        """End the waiter's thread."""
+        self._works.put(None)
+        self._waiter.join(5 * TICK_S)
+
+    def _wait(self) -> None:
+        # A thread, not a future's callback: that would run on gloo's thread, and one that comes
+        # when a peer's process ends, while this interpreter is being torn down, crashes.
+        while (item := self._works.get()) is not None:
+            run, work = item
+            while not work.is_completed() and not self._stopping.is_set():
+                with contextlib.suppress(RuntimeError):  # late, or failed: its future says which
+                    work.wait(timedelta(seconds=TICK_S))
+            if not self._stopping.is_set():
+                self._post(self, run, work.get_future())
+            del item, run, work  # they hold gradients
 
     def agree(self, what: str, exchange: Callable[[], T]) -> T:
         """Do `exchange`, a blocking conversation of all ranks, as one more task of the lane.
@@ -81,13 +134,19 @@ class Lane:
             whom = f"missing ranks unknown: the job's store does not answer ({error})"
         return CommSchedError(f"{what}. {whom}. The process must be restarted.")
 
-    def announce(self, error: BaseException) -> None:
+    def announce(self, error: BaseException | None) -> None:
         """Log this rank's failure and tell the others, who need not wait for their deadline."""
         logger.error("rank %d: %s", self.member.global_rank, error)
         try:
             self.board.fail(str(error)[:2000])
         except Exception:
             logger.debug("could not tell the other ranks", exc_info=True)
+
+
+def _threads(settings: Settings) -> int:
+    # As many as tasks of the usual size may be in flight; each holds one while it travels.
+    wire = codecs.get(settings.codec).wire(max(1, settings.chunk_bytes // 4), torch.float32)
+    return max(2, min(16, settings.credit_bytes // wire.nbytes))
 
 
 def _compare_settings(group: Group, member: Membership, settings: Settings) -> None:

@@ -67,9 +67,8 @@ class Session:
         self.engine = Engine(Membership(process_group), settings, feedback)
         ddp = buckets.ddp
         # Where DDP leaves out unused buckets, or registers them late, it may never say "last".
-        self._says_last = ddp is not None and not (
-            ddp.static_graph or ddp.skip_all_reduce_unused_params
-        )
+        self._says_last_later = ddp is not None and not ddp.skip_all_reduce_unused_params
+        self._says_last = self._says_last_later and not (ddp is not None and ddp.static_graph)
         # A static graph's first hooks run in the reducer's last callback, which then waits in C++
         # at once; ours would come too late.
         self._wait_in_hook = ddp is not None and ddp.static_graph
@@ -133,11 +132,13 @@ class Session:
         step.ended = True
         if self._step is step:
             self._step = None
-        self._wait_in_hook = False
+        if self._wait_in_hook:
+            self._wait_in_hook, self._says_last = False, self._says_last_later
         self.engine.end(step.progress)
         begin_s = time.monotonic()
         try:
             self._wait(step.progress.near)
+            self.engine.raise_error()  # here too: not everything that wraps a hook uses its result
         except BaseException:
             ddp = self.buckets.ddp
             if ddp is not None:

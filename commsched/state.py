@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from commsched.engine import CLOSED
 from commsched.errors import CommSchedError
+from commsched.group import Board, Membership
 from commsched.model import Buckets, find_ddp
 from commsched.report import Report, inactive
 from commsched.session import Session, plain_all_reduce
@@ -110,7 +112,7 @@ class State:
                 "set torch._dynamo.config.optimize_ddp=True before DDP is constructed"
             )
         if self._closed:
-            raise CommSchedError("this commsched.State is closed; make a new one")
+            raise CommSchedError(CLOSED)
         if not self.settings.enabled:
             return "switched off (enabled=False)"
         if bucket.buffer().device.type != "cpu":
@@ -123,6 +125,8 @@ class State:
         if self._inactive != reason:
             self._inactive = reason
             logger.warning("gradients go through torch's own all-reduce: %s", reason)
+            if not self.settings.enabled and dist.get_world_size(self._group()) > 1:
+                Board(Membership(self._group())).switch_off()
         group = self._group()
         if dist.get_world_size(group) == 1:
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -14,7 +14,13 @@ if _TESTS not in [str(path) for path in getattr(sys.modules.get("tests"), "__pat
     _package = sys.modules["tests"] = ModuleType("tests")
     _package.__path__ = [_TESTS]
 
+import hypothesis  # noqa: E402
+
 from tests import distributed  # noqa: E402
+
+# A busy machine is no reason to fail.
+hypothesis.settings.register_profile("calm", deadline=None)
+hypothesis.settings.load_profile("calm")
 
 
 def pytest_sessionfinish() -> None:

@@ -242,6 +242,9 @@ CASES: dict[str, Case] = {
     "accumulation": Case(mlp, mlp_loss, accumulate=3),
     "checkpoint-reentrant": Case(lambda: Checkpointed(True), mlp_loss),
     "checkpoint-reentrant-all": Case(lambda: Checkpointed(True, True), mlp_loss),
+    "static-graph-reentrant": Case(
+        lambda: Checkpointed(True, True), mlp_loss, {"static_graph": True}
+    ),
     "checkpoint": Case(lambda: Checkpointed(False), mlp_loss),
     "autocast": Case(mlp, autocast_loss),
     "two-heads": Case(TwoLosses, two_loss),

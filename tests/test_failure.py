@@ -78,7 +78,7 @@ def hang_in_the_middle(rank: int, world_size: int) -> str:
     began = time.monotonic()
     with pytest.raises(commsched.CommSchedError) as caught:
         step(model, rank, 3)
-    assert 1.5 < time.monotonic() - began < 8
+    assert 1.5 < time.monotonic() - began < 10
     with pytest.raises(commsched.CommSchedError):  # again, and not the reducer's own error
         step(model, rank, 4)
     return str(caught.value)
@@ -92,7 +92,6 @@ def test_hung_peer_is_named_within_the_deadline_and_the_process_exits() -> None:
     assert waiting.status == "ok", str(waiting) + waiting.traceback + waiting.stderr
     assert "[1]" in waiting.value
     assert "weight" in waiting.value
-    assert waiting.seconds < 10
 
 
 def interrupted(rank: int, world_size: int) -> float:
@@ -114,7 +113,7 @@ def interrupted(rank: int, world_size: int) -> float:
 def test_ctrl_c_while_waiting() -> None:
     waiting, _ = run_on_ranks(interrupted, fresh=True, timeout_s=40, grace_s=20)
     assert waiting.status == "ok", str(waiting) + waiting.traceback + waiting.stderr
-    assert waiting.value < 4
+    assert waiting.value < 20  # of a deadline of 60
 
 
 @ranks(2)
@@ -152,6 +151,64 @@ def test_a_rank_without_the_hook_is_named() -> None:
     assert "is the hook registered on every rank" in waiting.value
 
 
+def off_on_one_rank(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model = DDP(mlp(), bucket_cap_mb=0.01)
+    commsched.attach(model, enabled=rank == 0, timeout_s=30.0)
+    if rank == 1:
+        with pytest.raises(RuntimeError):  # torch's own all-reduce: its peer has gone
+            step(model, rank)
+        return ""
+    with pytest.raises(commsched.CommSchedError) as caught:
+        step(model, rank)
+    return str(caught.value)
+
+
+def test_a_rank_that_is_switched_off_is_named() -> None:
+    waiting, _ = run_on_ranks(
+        off_on_one_rank, fresh=True, timeout_s=40, grace_s=20, check_threads=False
+    )
+    assert waiting.status == "ok", str(waiting) + waiting.traceback
+    assert "enabled is False on rank 1 and True on rank 0" in waiting.value
+    assert waiting.seconds < 20  # of a deadline of 30
+
+
+def other_buckets(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    # Buckets of this mode are not rank 0's but each rank's own: other caps, other buckets.
+    model = DDP(mlp(), bucket_cap_mb=0.01 * (1 + rank), find_unused_parameters=True)
+    commsched.attach(model, timeout_s=10.0)
+    with pytest.raises(commsched.CommSchedError) as caught:
+        step(model, rank)
+    return str(caught.value)
+
+
+def test_other_buckets_are_an_error_before_anything_is_summed() -> None:
+    for verdict in run_on_ranks(
+        other_buckets, fresh=True, timeout_s=40, grace_s=20, check_threads=False
+    ):
+        assert verdict.status == "ok", str(verdict) + verdict.traceback
+        assert "different gradients" in verdict.value
+        assert "rank 1: bucket 0 holds" in verdict.value
+
+
+@ranks(2)
+def test_errors_are_not_lost_where_a_wrapper_drops_the_hooks_result(rank: int) -> None:
+    model = DDP(mlp(), bucket_cap_mb=0.01)
+    state = commsched.State(timeout_s=5.0)
+
+    def wrapper(state: commsched.State, bucket):  # type: ignore[no-untyped-def]
+        return commsched.hook(state, bucket).then(lambda _: bucket.buffer())
+
+    model.register_comm_hook(state, wrapper)
+    step(model, rank)
+    state.close()
+    with pytest.raises(commsched.CommSchedError, match="closed"):
+        step(model, rank, 1)
+    with pytest.raises(commsched.CommSchedError, match="closed"):
+        state.synchronize()
+
+
 class Broken(Fp16):
     """Fails on rank 1 when it meets the marker."""
 
@@ -181,6 +238,8 @@ def test_a_failure_on_one_rank_is_told_to_the_others() -> None:
     )
     assert failed.status == "ok", str(failed) + failed.traceback
     assert "ValueError: cannot encode this" in failed.value
+    assert "weight" in failed.value or "bias" in failed.value
+    assert "restarted" in failed.value
     assert other.status == "ok", str(other) + other.traceback
     assert "rank 1 failed" in other.value
     assert "cannot encode this" in other.value

@@ -122,12 +122,17 @@ def test_join_with_uneven_inputs(rank: int) -> None:
 
 @ranks(2)
 def test_a_rank_without_any_input_joins(rank: int) -> None:
-    model = DDP(mlp(), bucket_cap_mb=0.01)
-    state = commsched.attach(model, **SMALL)
-    with Join([model]):
-        for step in range(3 * rank):
-            mlp_loss(model, step, rank).backward()
-    state.close()
+    def run(hooked: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = DDP(mlp(), bucket_cap_mb=0.01)
+        state = commsched.attach(model, **SMALL) if hooked else None
+        with Join([model]):
+            params = sgd_steps(model, 3 * rank, rank)
+        if state is not None:
+            state.close()
+        return params
+
+    assert_same(run(True), run(False))
 
 
 @ranks(2)
