@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types bench clean
+.PHONY: help demo test lint format types micro bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,9 +36,12 @@ format: $(VENV)/dev  ## mend style
 types: $(VENV)/dev  ## check types
 	$(BIN)/mypy
 
+micro: $(VENV)/dev  ## time what runs between the hook and the wire
+	$(BIN)/python -m pytest bench/micro.py --benchmark-columns=min,median,stddev
+
 bench: $(VENV)/dev  ## measure step time against plain DDP on shaped links (root)
 	$(BIN)/python bench/step_time.py $(ARGS)
 
 clean:  ## remove everything that make made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -69,7 +69,7 @@ def unwrap_ddp(model: object) -> DistributedDataParallel:
     raise CommSchedError(
         f"no DistributedDataParallel inside {type(model).__name__}: call attach() after the "
         "framework has wrapped the model (Lightning: in a callback's on_train_start; Accelerate: "
-        "after prepare(); HF Trainer: in a callback's on_train_begin)"
+        "after prepare(); HF Trainer: attach(trainer) in a callback's on_train_begin, not its model)"
     )
 
 
