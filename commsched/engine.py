@@ -68,6 +68,7 @@ class Engine:
         self._held: deque[Callable[[], None]] = deque()  # events of an iteration begun too early
         self._in_flight: list[Run] = []
         self._arrived: deque[tuple[Run, torch.Tensor]] = deque()
+        self._doing: str | None = None  # the task issued last
         self._thread = threading.Thread(
             target=self._main, args=(member,), name="commsched-engine", daemon=True
         )
@@ -103,7 +104,13 @@ class Engine:
         while not event.wait(TICK_S) and self._error is None:
             silent_s = time.monotonic() - self._beat_s
             if not self._thread.is_alive() or silent_s > self.settings.timeout_s + 10 * TICK_S:
-                self.fail(CommSchedError(f"the engine has stopped ({silent_s:.0f} s ago)"))
+                what = "meeting the other ranks" if self._doing is None else self._doing
+                self.fail(
+                    CommSchedError(
+                        f"the engine has stood still for {silent_s:.0f} s; it was last at: {what}. "
+                        "The job's store or a rank does not answer. The process must be restarted."
+                    )
+                )
 
     def fail(self, error: BaseException) -> None:
         """Stop for good: every unfinished job gets `error`, and so does every later call."""
@@ -137,7 +144,7 @@ class Engine:
         )
         # Garbage collection may run this on the engine's own thread.
         if threading.current_thread() is not self._thread:
-            self._thread.join(10 * TICK_S)
+            self._thread.join(3 * TICK_S)
             if self._thread.is_alive():
                 logger.warning("the engine's thread is still waiting for other ranks")
 
@@ -217,6 +224,7 @@ class Engine:
         with blaming(run):
             wire = self._packer.pack(run) if run.wire is None else run.wire
         run.stages = self._packer.exchange_of(run)(lane.group, wire)
+        self._doing = run.plan.describe(run.task)
         run.sequence = lane.sequence
         run.issued_s = time.monotonic()
         lane.sequence += 1

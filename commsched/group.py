@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from commsched.errors import CommSchedError
+from commsched.layout import digest_of
 
 __all__ = ["Board", "Group", "Membership", "timeout_of"]
 
@@ -26,22 +27,26 @@ POLL_S = 0.005
 WARN_S = 30.0  # ranks start together; later than this, something is probably wrong
 
 logger = logging.getLogger("commsched")
-_serials: dict[tuple[int, ...], int] = {}
+_serials: dict[str, int] = {}
 
 
 class Membership:
     """Which ranks take part, and a name for the group that no other group of theirs has.
 
-    Made on the training thread at a model's first bucket: ranks come there in the same order, so
-    the serial numbers agree. torch cannot make a group again under a name used before.
+    Made on the training thread at a model's first bucket. Models that are alike in group, names and
+    shapes must come there in the same order on all ranks; their serial numbers then agree. torch
+    cannot make a group again under a name used before.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, model: str = "") -> None:
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(process_group))
         self.global_rank: int = dist.get_rank()
         self.rank: int = self.ranks.index(self.global_rank)
-        serial = _serials[self.ranks] = _serials.get(self.ranks, 0) + 1
-        self.name = f"commsched/{'-'.join(map(str, self.ranks[:8]))}/{len(self.ranks)}/{serial}"
+        # Its own group and its parameters are in the name: two models whose first backwards begin
+        # in another order on another rank must not meet each other.
+        key = digest_of([process_group.group_name, self.ranks, model])
+        serial = _serials[key] = _serials.get(key, 0) + 1
+        self.name = f"commsched/{key}/{serial}"
 
 
 class Board:

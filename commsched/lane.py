@@ -113,8 +113,13 @@ class Lane:
         Raises:
             CommSchedError: another rank has failed.
         """
-        self.board.say(self.sequence)
-        if (said := self.board.failure()) is not None:
+        try:
+            self.board.say(self.sequence)
+            said = self.board.failure()
+        except RuntimeError:  # the store's host has gone; the collectives will tell
+            logger.debug("the job's store does not answer", exc_info=True)
+            return
+        if said is not None:
             raise CommSchedError(f"{said}; restart the job")
 
     def lost(self, what: str, sequence: int) -> CommSchedError:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from commsched.errors import CommSchedError
-from commsched.layout import BucketSpec, ParamSpec
+from commsched.layout import BucketSpec, ParamSpec, digest_of
 
 __all__ = ["Buckets", "find_ddp", "unwrap_ddp"]
 
@@ -69,7 +69,7 @@ def unwrap_ddp(model: object) -> DistributedDataParallel:
     raise CommSchedError(
         f"no DistributedDataParallel inside {type(model).__name__}: call attach() after the "
         "framework has wrapped the model (Lightning: in a callback's on_train_start; Accelerate: "
-        "after prepare(); HF Trainer: attach(trainer) in a callback's on_train_begin, not its model)"
+        "after prepare(); HF Trainer: attach(trainer) in a callback's on_train_begin)"
     )
 
 
@@ -99,12 +99,30 @@ class Buckets:
     def recognise(self, bucket: GradBucket, buffer: torch.Tensor) -> tuple[int, BucketSpec]:
         """A number for this bucket, equal whenever it comes again, and what it holds."""
         params = bucket.parameters()
-        fingerprint = (*map(id, params), buffer.is_sparse, buffer.dtype)
+        fingerprint = (*map(id, params), buffer.is_sparse, buffer.dtype, buffer.numel())
         known = self._known.get(fingerprint)
         if known is None:
+            self._refuse_strangers(params)
             known = (len(self._known), self._spec(params, buffer))
             self._known[fingerprint] = known
         return known
+
+    @property
+    def digest(self) -> str:
+        """Equal for models with equal parameter names and shapes; "" where the model is unknown."""
+        ddp = self.ddp
+        if ddp is None:
+            return ""
+        return digest_of([[n, list(p.shape)] for n, p in ddp.module.named_parameters()])
+
+    def _refuse_strangers(self, params: list[torch.Tensor]) -> None:
+        if self._ddp is None:
+            return
+        if self.ddp is None or any(id(param) not in self._names for param in params):
+            raise CommSchedError(
+                "a bucket holds parameters that are not of this State's model: one State serves "
+                "one DDP model, with the parameters it had at its first backward"
+            )
 
     def _spec(self, params: list[torch.Tensor], buffer: torch.Tensor) -> BucketSpec:
         rows = []

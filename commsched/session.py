@@ -64,7 +64,7 @@ class Session:
         self.exposure = Exposure()
         lossy = codecs.get(settings.codec).lossy
         feedback = ErrorFeedback() if lossy and settings.error_feedback else None
-        self.engine = Engine(Membership(process_group), settings, feedback)
+        self.engine = Engine(Membership(process_group, buckets.digest), settings, feedback)
         ddp = buckets.ddp
         # Where DDP leaves out unused buckets, or registers them late, it may never say "last".
         self._says_last_later = ddp is not None and not ddp.skip_all_reduce_unused_params

@@ -126,7 +126,8 @@ class State:
             self._inactive = reason
             logger.warning("gradients go through torch's own all-reduce: %s", reason)
             if not self.settings.enabled and dist.get_world_size(self._group()) > 1:
-                Board(Membership(self._group())).switch_off()
+                model = Buckets(self._model()).digest
+                Board(Membership(self._group(), model)).switch_off()
         group = self._group()
         if dist.get_world_size(group) == 1:
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

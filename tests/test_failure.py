@@ -290,6 +290,39 @@ def test_one_state_for_two_models_is_refused(rank: int) -> None:
 
 
 @ranks(2)
+def test_a_second_model_that_comes_later_is_refused(rank: int) -> None:
+    model, state = hooked()
+    step(model, rank)
+    late = DDP(mlp())
+    late.register_comm_hook(state, commsched.hook)
+    with pytest.raises(commsched.CommSchedError, match="one State serves one DDP model"):
+        step(late, rank)
+    state.close()
+
+
+@ranks(2)
+def test_models_that_begin_in_another_order_do_not_meet(rank: int) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    models = [DDP(nn.Linear(4, 1, bias=False), process_group=group) for group in groups]
+    states = [commsched.attach(model, timeout_s=20.0) for model in models]
+
+    def backward(index: int) -> None:
+        models[index](torch.full((1, 4), 10.0**index * (1 + rank))).sum().backward()
+
+    order = [0, 1] if rank == 0 else [1, 0]
+    workers = [threading.Thread(target=backward, args=(index,)) for index in order]
+    for worker in workers:
+        worker.start()
+        time.sleep(0.2)  # so that the order is really another one
+    for worker in workers:
+        worker.join()
+    for index, model in enumerate(models):
+        assert torch.equal(model.module.weight.grad, torch.full((1, 4), 10.0**index * 1.5))
+    for state in states:
+        state.close()
+
+
+@ranks(2)
 def test_second_hook_is_refused_before_ddp_records_it(rank: int) -> None:
     model, state = hooked()
     with pytest.raises(commsched.CommSchedError, match="already"):
