@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", action="store_true", help="each hook in its own launch; report memory peaks")
     add("--time-limit-s", type=float, default=600.0, help="of one launch")
     add("--powersgd-limit-s", type=float, default=60.0, help="of the launch of powersgd")
+    add("--max-vs-ddp", type=float, help="exit 1 if a commsched row takes longer than so x ddp")
     add("--json", type=Path, help="write all figures to this file")
     return parser
 
@@ -167,6 +168,18 @@ def _print_failures(console: Console, case: Case) -> bool:
     return failed
 
 
+def _too_slow(console: Console, case: Case, limit: float | None) -> bool:
+    """The guard: whether a commsched row is over the limit; says which."""
+    slow = [
+        row
+        for row in case.rows
+        if limit and row.hook.startswith("commsched") and row.vs_ddp and row.vs_ddp > limit
+    ]
+    for row in slow:
+        console.print(f"{row.hook}: {row.vs_ddp:.3f} x ddp is over the limit of {limit:g}")
+    return bool(slow)
+
+
 def _telling(tail: list[str]) -> list[str]:
     """The lines worth showing: the innermost calls if there is a dump of stacks, else the last."""
     dumps = [index for index, line in enumerate(tail) if "most recent call first" in line]
@@ -207,6 +220,7 @@ def main() -> int:
                 cases.append(_case(options, workload, rate_mbit))
                 print_case(console, cases[-1], options.memory)
                 failed |= _print_failures(console, cases[-1])
+                failed |= _too_slow(console, cases[-1], options.max_vs_ddp)
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
