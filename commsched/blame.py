@@ -35,6 +35,6 @@ def explained(error: BaseException) -> CommSchedError:
     """`error` as the type that users catch."""
     if isinstance(error, CommSchedError):
         return error
-    explained = CommSchedError(f"the engine failed: {type(error).__name__}: {error}")
-    explained.__cause__ = error
-    return explained
+    shown = CommSchedError(f"the engine failed: {type(error).__name__}: {error}")
+    shown.__cause__ = error
+    return shown

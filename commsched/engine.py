@@ -28,7 +28,7 @@ from commsched.jobs import Job, Progress, Run
 from commsched.lane import TICK_S, Lane
 from commsched.layout import Layout
 from commsched.packer import Packer
-from commsched.plan import Plan, agree
+from commsched.plan import Plan, Task, agree
 from commsched.settings import Settings
 
 __all__ = ["CLOSED", "Engine"]
@@ -68,7 +68,7 @@ class Engine:
         self._held: deque[Callable[[], None]] = deque()  # events of an iteration begun too early
         self._in_flight: list[Run] = []
         self._arrived: deque[tuple[Run, torch.Tensor]] = deque()
-        self._doing: str | None = None  # the task issued last
+        self._last: tuple[Plan, Task] | None = None  # issued last
         self._thread = threading.Thread(
             target=self._main, args=(member,), name="commsched-engine", daemon=True
         )
@@ -104,7 +104,8 @@ class Engine:
         while not event.wait(TICK_S) and self._error is None:
             silent_s = time.monotonic() - self._beat_s
             if not self._thread.is_alive() or silent_s > self.settings.timeout_s + 10 * TICK_S:
-                what = "meeting the other ranks" if self._doing is None else self._doing
+                last = self._last
+                what = "meeting the other ranks" if last is None else last[0].describe(last[1])
                 self.fail(
                     CommSchedError(
                         f"the engine has stood still for {silent_s:.0f} s; it was last at: {what}. "
@@ -137,11 +138,7 @@ class Engine:
 
     def close(self) -> None:
         """End the thread and the group. Unfinished jobs get an error. Safe to call again."""
-        self.fail(
-            CommSchedError(
-                "this commsched.State is closed; wrap the model in a new DDP, with a new State"
-            )
-        )
+        self.fail(CommSchedError(CLOSED))
         # Garbage collection may run this on the engine's own thread.
         if threading.current_thread() is not self._thread:
             self._thread.join(3 * TICK_S)
@@ -224,7 +221,7 @@ class Engine:
         with blaming(run):
             wire = self._packer.pack(run) if run.wire is None else run.wire
         run.stages = self._packer.exchange_of(run)(lane.group, wire)
-        self._doing = run.plan.describe(run.task)
+        self._last = run.plan, run.task  # not the run: it holds gradients
         run.sequence = lane.sequence
         run.issued_s = time.monotonic()
         lane.sequence += 1

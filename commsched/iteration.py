@@ -38,8 +38,7 @@ class Iteration:
         self._seen: list[tuple[int, BucketSpec]] = []  # not the jobs: they hold gradients
         self._unknown = False
         self._waiting: dict[int, list[Run]] = {}  # plan bucket index -> runs that need it
-        self._placed: set[int] = set()  # plan bucket indices that came, and those given up
-        self._dropped: set[int] = set()
+        self._settled: set[int] = set()  # plan bucket indices that came, and those given up
         if known is not None:
             self._lay_out(known.plan)
 
@@ -58,10 +57,10 @@ class Iteration:
         """A bucket has come."""
         self._seen.append((job.key, job.spec))
         place = None if self._known is None else self._known.place.get(job.key)
-        if place is None or place in self._dropped or place in self._placed:
+        if place is None or place in self._settled:
             self._append(job)
             return
-        self._placed.add(place)
+        self._settled.add(place)
         self._drop([bucket for bucket in self._waiting if bucket < place])
         for run in self._waiting.pop(place, []):
             self._give(run, place, job)
@@ -105,7 +104,7 @@ class Iteration:
         job.add_task()
 
     def _drop(self, buckets: list[int]) -> None:
-        self._dropped.update(buckets)
+        self._settled.update(buckets)
         for bucket in buckets:
             for run in self._waiting.pop(bucket):
                 run.missing.discard(bucket)

@@ -93,15 +93,15 @@ class Lane:
                 self._post(self, run, work.get_future())
             del item, run, work  # they hold gradients
 
-    def agree(self, what: str, exchange: Callable[[], T]) -> T:
-        """Do `exchange`, a blocking conversation of all ranks, as one more task of the lane.
+    def agree(self, what: str, conversation: Callable[[], T]) -> T:
+        """Hold `conversation`, a blocking one of all ranks, as one more task of the lane.
 
         Raises:
             CommSchedError: it failed; names the ranks that did not take part.
         """
         sequence, self.sequence = self.sequence, self.sequence + 1
         try:
-            return exchange()
+            return conversation()
         except CommSchedError:
             raise
         except RuntimeError as error:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from commsched import codecs
 from commsched.codecs.feedback import ErrorFeedback
@@ -23,16 +22,9 @@ from commsched.model import Buckets
 from commsched.report import Exposure, Report
 from commsched.settings import Settings
 
-__all__ = ["Session", "plain_all_reduce"]
+__all__ = ["Session"]
 
 SLACK = 1 / 8  # so much is sent in about the time in which the reducer copies the rest
-
-
-def plain_all_reduce(
-    process_group: dist.ProcessGroup, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """DDP's own all-reduce, for gradients that commsched leaves alone."""
-    return allreduce_hook(process_group, bucket)
 
 
 class _Step:

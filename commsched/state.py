@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from commsched.engine import CLOSED
@@ -16,7 +17,7 @@ from commsched.errors import CommSchedError
 from commsched.group import Board, Membership
 from commsched.model import Buckets, find_ddp
 from commsched.report import Report, inactive
-from commsched.session import Session, plain_all_reduce
+from commsched.session import Session
 from commsched.settings import Resolved, Settings, resolve
 
 __all__ = ["State"]
@@ -133,7 +134,7 @@ class State:
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future
-        return plain_all_reduce(group, bucket)
+        return allreduce_hook(group, bucket)
 
     def _model(self) -> DistributedDataParallel | None:
         if self._ddp is None:
