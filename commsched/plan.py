@@ -20,7 +20,11 @@ __all__ = ["Plan", "Task", "agree"]
 
 @dataclass(frozen=True)
 class Task:
-    """One step on the wire for one chunk."""
+    """One step on the wire for one chunk.
+
+    `op` is "all_reduce"; or "reduce_scatter", which leaves each rank the sum of its own shard, and
+    later in the plan "all_gather" of the same chunk, which gives every rank all shards.
+    """
 
     index: int
     op: str
@@ -36,16 +40,28 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank issues in one iteration, in this order, whenever each task is ready."""
+    """What every rank issues in one iteration, in this order, whenever each task is ready.
+
+    `credit_bytes` bounds the encoded bytes in flight at once (one task may always go).
+    """
 
     policy: str
     layout: Layout
     tasks: tuple[Task, ...]
+    credit_bytes: int
 
     @cached_property
     def digest(self) -> str:
         """Equal for equal plans, on any rank."""
         return digest_of(self._data())
+
+    @cached_property
+    def covers(self) -> tuple[dict[int, tuple[int, ...]], ...]:
+        """For each task, which parameters it carries: their places in each bucket."""
+        return tuple(
+            {piece.bucket: _params_in(self.layout, piece) for piece in task.chunk.pieces}
+            for task in self.tasks
+        )
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reverses it exactly."""
@@ -56,13 +72,15 @@ class Plan:
         """The plan that `to_json` wrote."""
         data = json.loads(text)
         tasks = tuple(_task(item) for item in data["tasks"])
-        return cls(data["policy"], Layout.from_json(data["layout"]), tasks)
+        layout = Layout.from_json(data["layout"])
+        return cls(data["policy"], layout, tasks, data["credit_bytes"])
 
     def _data(self) -> dict[str, Any]:
         return {
             "policy": self.policy,
             "layout": self.layout.to_json(),
             "tasks": [asdict(task) for task in self.tasks],
+            "credit_bytes": self.credit_bytes,
         }
 
     def __str__(self) -> str:
@@ -81,6 +99,15 @@ class Plan:
             f"task {task.index}: {task.op} of {chunk.nbytes / 2**20:.3f} MB {chunk.dtype} "
             f"({task.codec}), {where}: {first_names(s.param for s in self.layout.spans(chunk))}"
         )
+
+
+def _params_in(layout: Layout, piece: Piece) -> tuple[int, ...]:
+    found, offset = [], 0
+    for index, param in enumerate(layout.buckets[piece.bucket].params):
+        if max(offset, piece.start) < min(offset + param.numel, piece.start + piece.numel):
+            found.append(index)
+        offset += param.numel
+    return tuple(found)
 
 
 def _task(item: dict[str, Any]) -> Task:
