@@ -48,7 +48,9 @@ class Settings:
         True, "off: gradients go through torch's own all-reduce hook, as if commsched were absent"
     )
     policy: str = _setting(
-        "fifo", "the order of tasks; fifo: as gradients become ready", choices=policies.names
+        policies.AUTO,
+        "the order of tasks; auto: priority where State has the optimizer, else fifo",
+        choices=lambda: (policies.AUTO, *policies.names()),
     )
     codec: str = _setting(
         "none",
@@ -59,7 +61,10 @@ class Settings:
         False, "lossy codecs only: add what the last step's encoding lost to the next gradient"
     )
     chunk_mb: float = _setting(
-        4.0, "gradients per collective: larger buckets are cut to this", low=0.001, high=1024.0
+        0.0,
+        "gradients per collective: larger buckets are cut to this; 0: the policy chooses (fifo: 4)",
+        low=0.0,
+        high=1024.0,
     )
     fusion_mb: float = _setting(
         1.0,
@@ -68,7 +73,10 @@ class Settings:
         high=1024.0,
     )
     credit_mb: float = _setting(
-        16.0, "bytes on the wire at once; one chunk may always go", low=0.001, high=16384.0
+        0.0,
+        "bytes on the wire at once; one chunk may always go; 0: the policy chooses (fifo: 16)",
+        low=0.0,
+        high=16384.0,
     )
     timeout_s: float = _setting(
         0.0,
@@ -85,7 +93,7 @@ class Settings:
 
     @property
     def chunk_bytes(self) -> int:
-        """`chunk_mb` in bytes."""
+        """`chunk_mb` in bytes; 0 where the policy chooses."""
         return int(self.chunk_mb * MB)
 
     @property
@@ -95,7 +103,7 @@ class Settings:
 
     @property
     def credit_bytes(self) -> int:
-        """`credit_mb` in bytes."""
+        """`credit_mb` in bytes; 0 where the policy chooses."""
         return int(self.credit_mb * MB)
 
     def shared(self) -> dict[str, Any]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from commsched import codecs
-from commsched.layout import Layout, cut
+from commsched.layout import cut
 from commsched.plan import Plan, Task
-from commsched.settings import Settings
+from commsched.profile import Profile
+from commsched.settings import MB, Settings
 
 __all__ = ["fifo"]
 
+CHUNK_BYTES = 4 * MB
+CREDIT_BYTES = 16 * MB
 
-def fifo(layout: Layout, settings: Settings) -> Plan:
-    """One all-reduce a chunk, in bucket order.
+
+def fifo(profile: Profile, settings: Settings) -> Plan:
+    """One all-reduce a chunk, in bucket order. Needs no measurements.
 
     Source: wait-free backpropagation (Poseidon, ATC'17), with the tensor fusion of Horovod and the
     tensor partition of ByteScheduler (SOSP'19) at fixed sizes.
     """
-    chunks = cut(layout, settings.chunk_bytes, settings.fusion_bytes)
+    layout = profile.layout
+    chunks = cut(layout, settings.chunk_bytes or CHUNK_BYTES, settings.fusion_bytes)
     tasks = tuple(
         Task(index, "all_reduce", chunk, codecs.for_dtype(settings.codec, chunk))
         for index, chunk in enumerate(chunks)
     )
-    return Plan("fifo", layout, tasks)
+    return Plan("fifo", layout, tasks, settings.credit_bytes or CREDIT_BYTES)
