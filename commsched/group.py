@@ -158,6 +158,23 @@ class Group:
         work: dist.Work = self._backend.allreduce([tensor])
         return work
 
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        out_sizes: Sequence[int],
+        in_sizes: Sequence[int],
+    ) -> dist.Work:
+        """Start sending the parts of `inp`, one to each rank, and filling `out` with theirs.
+
+        Both are 1-D contiguous, of one dtype (not complex), and lie apart. The sizes are those of
+        the parts, in elements, by rank; what this rank sends itself is copied. All parts travel at
+        once, straight from `inp` and into `out`: gloo takes no memory of its own for it, unlike
+        its all-gather, which gathers into a new tensor and copies.
+        """
+        work: dist.Work = self._backend.alltoall_base(out, inp, list(out_sizes), list(in_sizes))
+        return work
+
     def broadcast_bytes(self, payload: bytes) -> bytes:
         """Rank 0's payload, on every rank. Blocks."""
         size = torch.tensor([len(payload)])
