@@ -18,17 +18,18 @@ from typing import Any
 
 import torch
 
-from commsched import exchange, policies
+from commsched import exchange
 from commsched.blame import CollectiveError, blaming, explained
 from commsched.codecs.feedback import ErrorFeedback
-from commsched.errors import CommSchedError, fresh
+from commsched.errors import CommSchedError
 from commsched.group import Membership
 from commsched.iteration import Iteration
 from commsched.jobs import Job, Progress, Run
-from commsched.lane import TICK_S, Lane
-from commsched.layout import Layout
+from commsched.lane import Lane
+from commsched.outstanding import TICK_S, Outstanding
 from commsched.packer import Packer
-from commsched.plan import Plan, Task, agree
+from commsched.plan import Plan, Task
+from commsched.planner import Begin, Planner
 from commsched.settings import Settings
 
 __all__ = ["CLOSED", "Engine"]
@@ -43,28 +44,29 @@ class Engine:
     """Runs the iterations of one model on one lane.
 
     The training thread calls the public methods; everything else happens on the engine's thread,
-    which the queue feeds. `_lock` guards what both sides touch: `error` and the set of jobs nobody
-    has finished yet, so that each job is finished exactly once, also when the engine fails between
-    two submissions.
+    which the queue feeds. What both sides touch is in `_outstanding`.
     """
 
     def __init__(
-        self, member: Membership, settings: Settings, feedback: ErrorFeedback | None
+        self,
+        member: Membership,
+        settings: Settings,
+        feedback: ErrorFeedback | None,
+        optimizer: bool = False,
     ) -> None:
         self.settings = settings
-        self.plan: Plan | None = None
+        self._optimizer = optimizer  # handed over: compared over ranks
+        self.planner = Planner(settings, len(member.ranks))
         self.wire_bytes = 0  # sent since the start, by our own count
         self.issued: deque[tuple[str, int]] = deque(maxlen=HISTORY)  # plan digest, task index
-        self._policy = policies.get(settings.policy)
         self._packer = Packer(len(member.ranks), feedback)
+        self._lane: Lane | None = None
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # Re-entrant: garbage collection may run `close` on a thread that holds it.
-        self._lock = threading.RLock()
-        self._error: BaseException | None = None
-        self._open: set[Job] = set()
+        self._outstanding = Outstanding()
         self._beat_s = time.monotonic()  # when the engine's thread was last seen to move
         self._stopping = threading.Event()
-        self._iteration = Iteration(self._plan_of, None)
+        self._announce = False
+        self._iteration = Iteration(self.planner.unmeasured, None)
         self._held: deque[Callable[[], None]] = deque()  # events of an iteration begun too early
         self._in_flight: list[Run] = []
         self._arrived: deque[tuple[Run, torch.Tensor]] = deque()
@@ -76,52 +78,56 @@ class Engine:
 
     # ---- called by the training thread -----------------------------------------------------
 
-    def submit(self, job: Job, begins: bool) -> None:
-        """Hand over a bucket; `begins` says it is the first of a new iteration.
+    def submit(self, job: Job, begins: Begin | None = None) -> None:
+        """Hand over a bucket.
+
+        Args:
+            job: the bucket.
+            begins: given with the first one of a new iteration.
 
         Raises:
             CommSchedError: the engine has failed, or was closed.
         """
-        with self._lock:
-            self.raise_error()
-            self._open.add(job)
+        self._outstanding.add(job)
         self._queue.put(partial(self._on_ready, job, begins))
 
     def raise_error(self) -> None:
         """Raise what the engine has failed with, if it has."""
-        if self._error is not None:
-            raise fresh(self._error)
+        self._outstanding.raise_error()
 
     def end(self, progress: Progress) -> None:
         """No more buckets will come in this iteration: send what was waiting to be fused."""
         self._queue.put(partial(self._on_end, progress))
 
-    def wait(self, event: threading.Event) -> None:
-        """Wait until a job's or a progress's `event` is set, or the engine has failed.
+    def wait(self, done: Callable[[], object]) -> None:
+        """Wait until `done()` is true, or the engine has failed.
 
-        Ctrl-C works while waiting. Who fails the engine sets the events too.
+        Ctrl-C works while waiting. `done` must become true by something the engine's thread does.
         """
-        while not event.wait(TICK_S) and self._error is None:
-            silent_s = time.monotonic() - self._beat_s
-            if not self._thread.is_alive() or silent_s > self.settings.timeout_s + 10 * TICK_S:
-                last = self._last
-                what = "meeting the other ranks" if last is None else last[0].describe(last[1])
-                self.fail(
-                    CommSchedError(
-                        f"the engine has stood still for {silent_s:.0f} s; it was last at: {what}. "
-                        "The job's store or a rank does not answer. The process must be restarted."
-                    )
-                )
+        self._outstanding.wait(done, self._check_alive)
 
-    def fail(self, error: BaseException) -> None:
-        """Stop for good: every unfinished job gets `error`, and so does every later call."""
-        nobody: set[Job] = set()
-        with self._lock:
-            self._error = self._error or error.with_traceback(None)
-            jobs, self._open = self._open, nobody
+    def _check_alive(self) -> None:
+        silent_s = time.monotonic() - self._beat_s
+        if not self._thread.is_alive() or silent_s > self.settings.timeout_s + 10 * TICK_S:
+            last = self._last
+            what = "meeting the other ranks" if last is None else last[0].describe(last[1])
+            self.fail(
+                CommSchedError(
+                    f"the engine has stood still for {silent_s:.0f} s; it was last at: {what}. "
+                    "The job's store or a rank does not answer. The process must be restarted."
+                )
+            )
+
+    def fail(self, error: BaseException, announce: bool = True) -> None:
+        """Stop for good: every unfinished job gets `error`, and so does every later call.
+
+        Args:
+            error: what to say.
+            announce: tell the other ranks, also where none of our tasks is under way.
+        """
+        self._announce = self._announce or announce
         self._stopping.set()
-        for job in jobs:
-            job.finish(self._error)
+        self._outstanding.fail(error)
         self._queue.put(lambda: None)
 
     def synchronize(self) -> None:
@@ -130,15 +136,13 @@ class Engine:
         Raises:
             CommSchedError: one failed.
         """
-        with self._lock:
-            jobs = list(self._open)
-        for job in jobs:
-            self.wait(job.done)
+        for job in self._outstanding.jobs():
+            self.wait(job.done.is_set)
         self.raise_error()
 
     def close(self) -> None:
         """End the thread and the group. Unfinished jobs get an error. Safe to call again."""
-        self.fail(CommSchedError(CLOSED))
+        self.fail(CommSchedError(CLOSED), announce=False)
         # Garbage collection may run this on the engine's own thread.
         if threading.current_thread() is not self._thread:
             self._thread.join(3 * TICK_S)
@@ -148,31 +152,33 @@ class Engine:
     # ---- the engine's thread ---------------------------------------------------------------
 
     def _main(self, member: Membership) -> None:
-        lane, failed = None, False
+        lane = None
         try:
             with torch.no_grad():
-                lane = Lane(member, self.settings, self._stopping, self._post)
+                self._lane = lane = Lane(
+                    member, self.settings, self._stopping, self._post, self._optimizer
+                )
                 while not self._stopping.is_set():
                     self._turn(lane)
         except BaseException as error:
             if not self._stopping.is_set():  # else whoever stopped us has told everybody
-                failed = True
                 self.fail(explained(error))
         if lane is not None:
-            self._leave(lane, failed)
+            self._leave(lane)
 
-    def _leave(self, lane: Lane, failed: bool) -> None:
-        if failed or self._in_flight or self._iteration.order:
+    def _leave(self, lane: Lane) -> None:
+        if self._announce or self._in_flight or self._iteration.order:
             # Others wait for us, whoever stopped us: an error here, Ctrl-C, close().
-            lane.announce(self._error)
+            lane.announce(self._outstanding.error)
         if self._in_flight:
             lane.group.abandon()
         lane.leave()
+        self._lane = None
         # They hold gradients.
         self._in_flight.clear()
         self._arrived.clear()
         self._held.clear()
-        self._iteration = Iteration(self._plan_of, None)
+        self._iteration = Iteration(self.planner.unmeasured, None)
 
     def _turn(self, lane: Lane) -> None:
         try:
@@ -208,7 +214,7 @@ class Engine:
     def _issue_ready(self, lane: Lane) -> None:
         while (run := self._iteration.head()) is not None:
             used = sum(other.task.wire_bytes for other in self._in_flight)
-            if used and used + run.task.wire_bytes > self.settings.credit_bytes:
+            if used and used + run.task.wire_bytes > run.plan.credit_bytes:
                 return
             self._issue(self._iteration.order.popleft(), lane)
 
@@ -216,8 +222,7 @@ class Engine:
         if run.unknown:
             # Ranks with other buckets would sum different gradients, or crash gloo with a size it
             # does not expect. Checked here, in the lane's order, and only while buckets are new.
-            layout = run.plan.layout
-            lane.agree("comparing buckets", partial(agree, lane.group, layout, self._plan_of))
+            self.planner.compare(lane, run.plan.layout)
         with blaming(run):
             wire = self._packer.pack(run) if run.wire is None else run.wire
         run.stages = self._packer.exchange_of(run)(lane.group, wire)
@@ -226,7 +231,7 @@ class Engine:
         run.issued_s = time.monotonic()
         lane.sequence += 1
         self.issued.append((run.plan.digest, run.task.index))
-        self.wire_bytes += exchange.wire_bytes(wire, lane.group.size)
+        self.wire_bytes += exchange.wire_bytes(wire, lane.group.size, run.task.op)
         self._in_flight.append(run)
         lane.watch(run, next(run.stages))
 
@@ -257,32 +262,30 @@ class Engine:
     def _finish(self, run: Run, total: torch.Tensor) -> None:
         with blaming(run):
             self._packer.unpack(run, total)
-        for job in run.jobs.values():
-            job.tasks_left -= 1
+        run.done = True
+        for bucket, job in run.jobs.items():
+            job.task_done(run.covers[bucket])
             if job.tasks_left == 0:
-                self._finish_job(job)
+                self._outstanding.finish(job)
             job.progress.task_done()
-
-    def _finish_job(self, job: Job) -> None:
-        with self._lock:
-            if job not in self._open:
-                return
-            self._open.remove(job)
-        job.finish()
+        self._outstanding.tell()
 
     # ---- iterations ------------------------------------------------------------------------
 
-    def _on_ready(self, job: Job, begins: bool) -> None:
+    def _on_ready(self, job: Job, begins: Begin | None) -> None:
         if self._held or (begins and not self._iteration.finished()):
             # The last iteration was never ended (its backward raised, or ran outside autograd).
             self._iteration.end()
             self._held.append(partial(self._on_ready, job, begins))
             return
         if begins or self._iteration.closed:
-            self._iteration = Iteration(self._plan_of, self._iteration.next_plan())
+            if begins is not None:
+                self._before_iteration(begins)
+            self._iteration = Iteration(self.planner.unmeasured, self._iteration.next_plan())
         self._iteration.add(job)
         if job.tasks_left == 0:  # no elements
-            self._finish_job(job)
+            self._outstanding.finish(job)
+        self._outstanding.tell()
 
     def _on_end(self, progress: Progress) -> None:
         if self._held:
@@ -290,6 +293,17 @@ class Engine:
         else:
             self._iteration.end()
             progress.end()
+            self._outstanding.tell()
+
+    def _before_iteration(self, begins: Begin) -> None:
+        # Between two iterations nothing is on the wire, and every rank is at the same place of the
+        # lane's order, since all count the same iterations.
+        known = self._iteration.next_plan()
+        assert self._lane is not None
+        layout = None if known is None else known.plan.layout
+        plan = self.planner.converse(self._lane, begins, layout)
+        if plan is not None:
+            self._iteration.adopt(plan)
 
     def _close_iteration(self, lane: Lane) -> bool:
         """Once an ended iteration's last task is done: plan again if its buckets were new.
@@ -306,16 +320,8 @@ class Engine:
         iteration.closed = True
         layout = iteration.new_layout()
         if layout is not None:
-            self.plan = lane.agree(
-                "agreeing on a plan", partial(agree, lane.group, layout, self._plan_of)
-            )
-            iteration.adopt(self.plan)
-            logger.info("%s", str(self.plan).partition("\n")[0])
-            logger.debug("%s", self.plan)
+            iteration.adopt(self.planner.plan_for(lane, layout))
         held, self._held = self._held, deque()
         for event in held:
             event()
         return bool(held)
-
-    def _plan_of(self, layout: Layout) -> Plan:
-        return self._policy(layout, self.settings)

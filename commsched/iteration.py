@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from commsched.jobs import Job, Run
-from commsched.layout import BucketSpec, Layout
+from commsched.layout import BucketSpec, Chunk, Layout
 from commsched.plan import Plan
 
 __all__ = ["Iteration", "KnownPlan"]
@@ -43,15 +43,20 @@ class Iteration:
             self._lay_out(known.plan)
 
     def _lay_out(self, plan: Plan) -> None:
+        scattered: dict[Chunk, Run] = {}
         for task in plan.tasks:
             run = Run(task, plan, {piece.bucket for piece in task.chunk.pieces})
+            if task.op == "reduce_scatter":
+                scattered[task.chunk] = run
+            elif task.op == "all_gather":
+                run.after = scattered[task.chunk]
             self.order.append(run)
             for bucket in run.missing:
                 self._waiting.setdefault(bucket, []).append(run)
 
     def head(self) -> Run | None:
         """The next run, if it is ready. Readiness delays, never reorders."""
-        return self.order[0] if self.order and not self.order[0].missing else None
+        return self.order[0] if self.order and self.order[0].ready else None
 
     def add(self, job: Job) -> None:
         """A bucket has come."""
@@ -64,6 +69,7 @@ class Iteration:
         self._drop([bucket for bucket in self._waiting if bucket < place])
         for run in self._waiting.pop(place, []):
             self._give(run, place, job)
+        job.placed()
 
     def end(self) -> None:
         """No more buckets will come."""
@@ -81,8 +87,10 @@ class Iteration:
         return Layout(tuple(spec for _, spec in self._seen))
 
     def adopt(self, plan: Plan) -> None:
-        """From the next iteration on, use this plan, made for `new_layout`."""
+        """From the next iteration on, use this plan, made for `new_layout` or a known layout."""
         place = {key: index for index, (key, _) in enumerate(self._seen)}
+        if self._known is not None and plan.layout == self._known.plan.layout:
+            place = self._known.place
         self._known = KnownPlan(plan, place)
 
     def next_plan(self) -> KnownPlan | None:
@@ -97,11 +105,12 @@ class Iteration:
             run = Run(task, plan, {0}, unknown=task.index == 0)
             self.order.append(run)
             self._give(run, 0, job)
+        job.placed()
 
     def _give(self, run: Run, bucket: int, job: Job) -> None:
         run.missing.discard(bucket)
         run.jobs[bucket] = job
-        job.add_task()
+        job.add_task(run.covers[bucket])
 
     def _drop(self, buckets: list[int]) -> None:
         self._settled.update(buckets)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,48 +88,107 @@ class Progress:
 
 @dataclass(slots=True)
 class Timing:
-    """When one bucket came and when it was averaged (time.monotonic). Outlives its job."""
+    """When one bucket came and when it was averaged (time.monotonic). Outlives its job.
+
+    `waited_s` is how long the training thread stood still for it, where that is not at the end of
+    backward.
+    """
 
     spec: BucketSpec
     ready_s: float
     done_s: float = 0.0
+    waited_s: float | None = None
 
 
 class Job:
     """One bucket of one iteration, from the hook's call until its gradients are averaged.
 
     The training thread makes it; after submitting it only the engine's thread writes to it, or
-    whoever fails the engine.
+    whoever fails the engine. `version` and `visible` are the training thread's.
+
+    Args:
+        key: equal for equal buckets of one model, on this rank.
+        spec: what the bucket holds.
+        buffer: the bucket's gradients.
+        progress: of the backward it belongs to.
+        deferred: nobody waits in the reducer: its future is complete from the start.
     """
 
     def __init__(
-        self, key: int, spec: BucketSpec, buffer: torch.Tensor, progress: Progress
+        self,
+        key: int,
+        spec: BucketSpec,
+        buffer: torch.Tensor,
+        progress: Progress,
+        deferred: bool = False,
     ) -> None:
-        self.key = key  # equal for equal buckets of one model, on this rank
+        self.key = key
         self.spec = spec
-        self.buffer = buffer
         self.result = buffer
+        # Same memory, another version counter: that of `buffer` is the one of every `p.grad` in
+        # it, and tells whether the user has changed a gradient.
+        self.buffer = buffer if spec.sparse else buffer.data
+        self.version = buffer._version
+        self.visible = not deferred  # whole, and the training program knows it
         self.progress = progress
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self.done = threading.Event()
         self.error: BaseException | None = None
         self.tasks_left = 0
         self.timing = Timing(spec, time.monotonic())
+        self._placed = False  # its tasks are known
+        self._left = [0] * len(spec.params)  # tasks that carry each parameter
+        self._deferred = deferred
+        if deferred:
+            self.timing.waited_s = 0.0
+            self.future.set_result(buffer)
 
-    def add_task(self) -> None:
-        """One more task carries a part of it."""
+    def has(self, index: int) -> bool:
+        """Whether the gradient at that place is whole, or never will be."""
+        return self.error is not None or (self._placed and self._left[index] == 0)
+
+    def complete(self) -> bool:
+        """Whether all its gradients are whole, or never will be."""
+        return self.error is not None or (self._placed and self.tasks_left == 0)
+
+    def raise_error(self) -> None:
+        """Raise what it has failed with, if it has."""
+        if self.error is not None:
+            raise fresh(self.error)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Where each parameter begins and ends in the buffer, in elements."""
+        stop = 0
+        for param in self.spec.params:
+            start, stop = stop, stop + param.numel
+            yield start, stop
+
+    def placed(self) -> None:
+        """All tasks that carry a part of it are known."""
+        self._placed = True
+
+    def add_task(self, params: Iterable[int]) -> None:
+        """One more task carries a part of it, of the parameters at these places."""
         self.tasks_left += 1
+        for index in params:
+            self._left[index] += 1
         self.progress.add_task()
+
+    def task_done(self, params: Iterable[int]) -> None:
+        """One of its tasks is done."""
+        self.tasks_left -= 1
+        for index in params:
+            self._left[index] -= 1
 
     def finish(self, error: BaseException | None = None) -> None:
         """Hand the result, or the error, to whoever waits. Once only."""
         result = self.result
         if error is not None:
-            result = Poison(self.buffer, error)
             self.progress.near.set()
         self.error = error
         self.timing.done_s = time.monotonic()
-        self.future.set_result(result)
+        if not self._deferred:
+            self.future.set_result(result if error is None else Poison(self.result, error))
         self.done.set()
 
 
@@ -146,6 +206,18 @@ class Run:
     sequence: int = 0  # how many tasks this lane had issued before it
     issued_s: float = 0.0
     unknown: bool = False  # the first task of a bucket that no agreed plan holds
+    after: Run | None = None  # an all-gather's reduce-scatter
+    done: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be issued."""
+        return not self.missing and (self.after is None or self.after.done)
+
+    @property
+    def covers(self) -> dict[int, tuple[int, ...]]:
+        """The places of the parameters it carries, by plan bucket index."""
+        return self.plan.covers[self.task.index]
 
     @property
     def chunk(self) -> Chunk:

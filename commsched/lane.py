@@ -19,12 +19,11 @@ from commsched import codecs
 from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Group, Membership
 from commsched.jobs import Run
+from commsched.outstanding import TICK_S
 from commsched.settings import Settings
 from commsched.version import __version__
 
-__all__ = ["TICK_S", "Lane"]
-
-TICK_S = 1.0  # how often whoever waits looks at its deadline and at the board
+__all__ = ["Lane"]
 
 logger = logging.getLogger("commsched")
 T = TypeVar("T")
@@ -39,6 +38,7 @@ class Lane:
         settings: Settings,
         stopping: threading.Event,
         post: Callable[[Lane, Run, torch.futures.Future[Any]], None],
+        optimizer: bool = False,
     ) -> None:
         """Meet the other ranks, connect, and compare settings. Blocks.
 
@@ -47,6 +47,7 @@ class Lane:
             settings: for the deadline, the number of threads, and the comparison.
             stopping: ends every wait.
             post: told of each watched collective that is done, on the waiter's thread.
+            optimizer: whether this rank's optimizer is handed over: for the comparison.
 
         Raises:
             CommSchedError: a rank has not come within the deadline.
@@ -58,6 +59,7 @@ class Lane:
         self._stopping = stopping
         self._post = post
         self._works: queue.SimpleQueue[tuple[Run, dist.Work] | None] = queue.SimpleQueue()
+        own = {**settings.shared(), "optimizer": optimizer, "version": __version__}
         self._waiter = threading.Thread(target=self._wait, name="commsched-waiter", daemon=True)
         self.board = Board(member)
         try:
@@ -66,7 +68,7 @@ class Lane:
                 "connecting",
                 lambda: Group(member, self.board, _threads(settings), settings.timeout_s),
             )
-            self.agree("comparing", lambda: _compare_settings(self.group, member, settings))
+            self.agree("comparing", lambda: _compare_settings(self.group, member, own))
         except BaseException as error:
             self.announce(error)
             raise
@@ -150,12 +152,13 @@ class Lane:
 
 def _threads(settings: Settings) -> int:
     # As many as tasks of the usual size may be in flight; each holds one while it travels.
+    if not settings.chunk_bytes or not settings.credit_bytes:
+        return 8  # more than any policy's own choice
     wire = codecs.get(settings.codec).wire(max(1, settings.chunk_bytes // 4), torch.float32)
     return max(2, min(16, settings.credit_bytes // wire.nbytes))
 
 
-def _compare_settings(group: Group, member: Membership, settings: Settings) -> None:
-    own = {**settings.shared(), "version": __version__}
+def _compare_settings(group: Group, member: Membership, own: dict[str, Any]) -> None:
     rows = [json.loads(row) for row in group.all_gather_bytes(json.dumps(own).encode())]
     differences = []
     for name in sorted({name for row in rows for name in row}):

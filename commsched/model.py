@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commsched.errors import CommSchedError
 from commsched.layout import BucketSpec, ParamSpec, digest_of
 
-__all__ = ["Buckets", "find_ddp", "unwrap_ddp"]
+__all__ = ["Buckets", "compiled_wrappers", "find_ddp", "unwrap_ddp"]
 
 # Attributes under which wrappers keep what they wrap: torch.compile, Lightning Fabric, plain
 # wrappers, Lightning's Trainer and strategy, the HF Trainer.
@@ -81,6 +82,26 @@ def _wrapped(obj: Any) -> Iterator[Any]:
             continue
         if inner is not None:
             yield inner
+
+
+def compiled_wrappers(ddp: DistributedDataParallel) -> tuple[list[torch.nn.Module], bool]:
+    """What torch.compile has made of a model, seen from its parameters.
+
+    Returns:
+        The compiled modules around `ddp` or in it; and whether `ddp` was compiled in place, so
+        that its own hooks are compiled with it.
+    """
+    around = [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), OptimizedModule) and one._orig_mod is ddp
+    ]
+    inside = [
+        one
+        for one in ddp.modules()
+        if issubclass(type(one), OptimizedModule) or one._compiled_call_impl is not None
+    ]
+    return [*around, *(one for one in inside if one is not ddp)], ddp in inside
 
 
 class Buckets:

@@ -23,15 +23,17 @@ class BucketReport:
     nbytes: int
     ready_ms: float  # from the first bucket's hook call to this one's
     comm_ms: float  # from its hook call to its averaged gradients
-    exposed_ms: float  # the training thread's wait for it, after those for earlier buckets
+    exposed_ms: float  # the training thread's wait for it, beyond those for others
 
 
 @dataclass(frozen=True)
 class Report:
     """What a State has measured on this rank over its last steps (at most 100).
 
-    `exposed_ms` is the time a step that the training thread stood still for communication at the
-    end of backward; 0 where commsched does not do the communication (`active` False).
+    `exposed_ms` is the time a step that the training thread stood still for communication, at the
+    end of backward or, with deferred optimizer steps, in forward; 0 where commsched does not do the
+    communication (`active` False). `predicted_ms` is the step that the plan's profile lets expect,
+    `ideal_ms` the one that no exact schedule could beat; None where nothing was measured.
     """
 
     active: bool
@@ -44,6 +46,8 @@ class Report:
     policy: str
     plan: str | None  # the plan's digest
     buckets: tuple[BucketReport, ...]
+    predicted_ms: float | None = None
+    ideal_ms: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -56,6 +60,7 @@ class Report:
             f"commsched, last {self.steps} steps: exposed {self.exposed_ms:.2f} ms a step "
             f"(longest {self.exposed_max_ms:.2f}), {self.wire_bytes_per_step / 1e6:.2f} MB sent a "
             f"step, policy {self.policy}, codec {self.codec}, plan {self.plan}",
+            *self._expected(),
             "bucket       MB  ready ms   comm ms  exposed ms  first parameters",
         ]
         for index, row in enumerate(self.buckets):
@@ -65,6 +70,14 @@ class Report:
                 f"{row.exposed_ms:11.2f}  {names}"
             )
         return "\n".join(lines)
+
+    def _expected(self) -> list[str]:
+        if self.predicted_ms is None or self.ideal_ms is None:
+            return []
+        return [
+            f"predicted {self.predicted_ms:.2f} ms a step; no exact schedule takes less than "
+            f"{self.ideal_ms:.2f}"
+        ]
 
 
 @dataclass(frozen=True)
@@ -99,8 +112,10 @@ class Exposure:
         first_s = timings[0].ready_s
         times = []
         for one in timings:
-            waited_s = max(0.0, one.done_s - free_s)
-            free_s += waited_s
+            waited_s = one.waited_s
+            if waited_s is None:
+                waited_s = max(0.0, one.done_s - free_s)
+                free_s += waited_s
             times.append((one.ready_s - first_s, one.done_s - one.ready_s, waited_s))
         total_s = sum(waited_s for _, _, waited_s in times)
         self._steps.append(_Step(total_s, tuple(one.spec for one in timings), tuple(times)))

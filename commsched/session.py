@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,18 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.optim import Optimizer
 
-from commsched import codecs
+from commsched import codecs, policies
 from commsched.codecs.feedback import ErrorFeedback
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
 from commsched.group import Membership, timeout_of
 from commsched.jobs import Job, Progress
 from commsched.model import Buckets
+from commsched.overlap import Overlap
+from commsched.planner import Begin
 from commsched.report import Exposure, Report
 from commsched.settings import Settings
 
 __all__ = ["Session"]
+
+logger = logging.getLogger("commsched")
 
 SLACK = 1 / 8  # so much is sent in about the time in which the reducer copies the rest
 
@@ -30,34 +36,51 @@ SLACK = 1 / 8  # so much is sent in about the time in which the reducer copies t
 class _Step:
     """The buckets of one backward."""
 
-    def __init__(self, slack: float) -> None:
+    def __init__(self, slack: float, deferring: bool) -> None:
         self.progress = Progress(slack)
         self.jobs: list[Job] = []
-        self.keys: set[int] = set()
+        self.keys: list[int] = []
         self.graph_tasks: set[int] = set()  # autograd's ids, of those that have our callback
+        self.deferring = deferring
         self.saw_last = False
         self.ended = False
 
 
 class Session:
-    """Turns hook calls into jobs and waits for them at the end of backward.
+    """Takes DDP's buckets, gives them to the engine, and waits for them at the end of backward.
 
     It waits in Python, not in the reducer's C++, so that Ctrl-C works and the wait is measured. The
     callback that DDP's first hook call queues runs after all of backward's computing and before the
-    reducer waits for its futures.
+    reducer waits for its futures. With handed-over optimizers (`overlap`) it does not wait there,
+    but where the next forward reads the parameters.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, settings: Settings, buckets: Buckets
+        self,
+        process_group: dist.ProcessGroup,
+        settings: Settings,
+        buckets: Buckets,
+        optimizers: tuple[Optimizer, ...] = (),
     ) -> None:
         timeout_s = settings.timeout_s or timeout_of(process_group)
-        self.settings = settings = replace(settings, timeout_s=timeout_s)
+        policy = settings.policy
+        if policy == policies.AUTO:
+            policy = "priority" if optimizers else "fifo"
+        self.settings = settings = replace(settings, timeout_s=timeout_s, policy=policy)
         self.buckets = buckets
         self.exposure = Exposure()
         lossy = codecs.get(settings.codec).lossy
         feedback = ErrorFeedback() if lossy and settings.error_feedback else None
-        self.engine = Engine(Membership(process_group, buckets.digest), settings, feedback)
         ddp = buckets.ddp
+        # Before any thread is started, since it may refuse.
+        if optimizers:
+            Overlap.refuse(ddp)
+        self.engine = Engine(
+            Membership(process_group, buckets.digest), settings, feedback, bool(optimizers)
+        )
+        self.overlap: Overlap | None = None
+        if optimizers and ddp is not None:
+            self.overlap = Overlap(ddp, optimizers, self.engine)
         # Where DDP leaves out unused buckets, or registers them late, it may never say "last".
         self._says_last_later = ddp is not None and not ddp.skip_all_reduce_unused_params
         self._says_last = self._says_last_later and not (ddp is not None and ddp.static_graph)
@@ -69,39 +92,62 @@ class Session:
         copies = ddp is not None and not ddp.gradient_as_bucket_view
         self._slack = SLACK if copies else 0.0
         self._step: _Step | None = None
+        self._keys: list[int] = []  # of the latest step
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """One hook call. Never blocks, but for a static graph's first backward."""
         buffer = bucket.buffer()
         key, spec = self.buckets.recognise(bucket, buffer)
         # A bucket that comes again begins a new step: a backward that raised never ended its own.
-        begins = self._step is None or key in self._step.keys
-        step = _Step(self._slack) if begins or self._step is None else self._step
-        self._step = step
-        job = Job(key, spec, buffer, step.progress)
-        step.jobs.append(job)
-        step.keys.add(key)
+        begins = self._begin() if self._step is None or key in self._step.keys else None
+        step = self._step
+        assert step is not None
+        params = bucket.parameters()
         in_backward = self._queue_callback(step)
+        deferred = False
+        if self.overlap is not None and in_backward and step.deferring:
+            deferred = self.overlap.may_defer(params, spec)
+        job = Job(key, spec, buffer, step.progress, deferred)
+        step.jobs.append(job)
+        step.keys.append(key)
         try:
+            if self.overlap is not None:
+                self.overlap.on_bucket(job, params, begins)
             self.engine.submit(job, begins)
         except CommSchedError as error:
+            self.engine.fail(error)
             if not in_backward:
                 raise  # a joined rank drops the results, and an error in them
             job.finish(error)
+        if self.overlap is not None and begins is not None and begins.drift is not None:
+            self.overlap.agree_on_drift(begins)
         if bucket.is_last():
             step.saw_last = True
             self.engine.end(step.progress)
             self._step = None
         if self._wait_in_hook:
-            self._wait(job.done)
+            self._wait(job.done.is_set)
         return job.future
+
+    def _begin(self) -> Begin:
+        """A new step."""
+        begins, deferring = Begin(), False
+        if self.overlap is not None:
+            begins, deferring = self.overlap.begin(self._keys)
+        self._step = _Step(self._slack, deferring)
+        self._keys = self._step.keys
+        return begins
 
     def report(self) -> Report:
         """What was measured so far."""
-        engine, plan = self.engine, self.engine.plan
+        engine, plan = self.engine, self.engine.planner.plan
         digest = None if plan is None else plan.digest
         settings = self.settings
-        return self.exposure.report(engine.wire_bytes, settings.codec, settings.policy, digest)
+        report = self.exposure.report(engine.wire_bytes, settings.codec, settings.policy, digest)
+        outlook = None if self.overlap is None else self.overlap.outlook()
+        if outlook is None:
+            return report
+        return replace(report, predicted_ms=1e3 * outlook.step_s, ideal_ms=1e3 * outlook.ideal_s)
 
     def _queue_callback(self, step: _Step) -> bool:
         """Have `_end_of_backward` called; False outside a backward (join's shadow calls).
@@ -129,7 +175,9 @@ class Session:
         self.engine.end(step.progress)
         begin_s = time.monotonic()
         try:
-            self._wait(step.progress.near)
+            if self.overlap is not None:
+                self.overlap.end_of_backward(step.jobs)
+            self._wait_for(step)
             self.engine.raise_error()  # here too: not everything that wraps a hook uses its result
         except BaseException:
             ddp = self.buckets.ddp
@@ -138,10 +186,35 @@ class Session:
             raise
         self.exposure.add([job.timing for job in step.jobs], begin_s)
 
-    def _wait(self, event: threading.Event) -> None:
-        """Wait for `event`. An error is left to the jobs' results, which raise in the reducer."""
+    def _wait_for(self, step: _Step) -> None:
+        if self.overlap is None:
+            self._wait(step.progress.near.is_set)
+            return
+        begin_s = time.monotonic()
+        self._wait(lambda: all(job.done.is_set() for job in step.jobs if job.visible))
+        self.overlap.recorder.waited(begin_s, time.monotonic())
+
+    def synchronize(self) -> None:
+        """Wait for all sums, and run all recorded optimizer steps."""
+        if self.overlap is not None:
+            self.overlap.deferred.settle_all()
+        self.engine.synchronize()
+
+    def close(self) -> None:
+        """Finish what was begun, if it can be, and end the thread and the group."""
+        if self.overlap is not None:
+            try:
+                if self._step is None:  # else other ranks may wait for buckets that never come
+                    self.overlap.deferred.settle_all()
+            except CommSchedError as error:
+                logger.error("optimizer steps are lost: %s", error)
+            self.overlap.close()
+        self.engine.close()
+
+    def _wait(self, done: Callable[[], object]) -> None:
+        """Wait until `done()`. An error is left to the jobs' results: they raise in the reducer."""
         try:
-            self.engine.wait(event)
+            self.engine.wait(done)
         except BaseException as error:  # Ctrl-C
             self.engine.fail(
                 CommSchedError(f"interrupted by {type(error).__name__}; restart the process")

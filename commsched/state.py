@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from commsched import policies
 from commsched.engine import CLOSED
-from commsched.errors import CommSchedError
+from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Membership
+from commsched.handover import accept
 from commsched.model import Buckets, find_ddp
 from commsched.report import Report, inactive
 from commsched.session import Session
@@ -34,7 +38,8 @@ class State:
 
     Args:
         process_group: DDP's process group. Found by itself where the model is (None).
-        optimizer: reserved for deferred optimizer steps; must be None in this version.
+        optimizer: the model's optimizer, or a list of them: its steps are then deferred into the
+            next forward, and communication hides behind that too. None: the program steps as usual.
         **settings: any setting by name (``commsched env`` lists them). A keyword beats the
             ``COMMSCHED_*`` environment variable, which beats the default.
 
@@ -49,17 +54,18 @@ class State:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
-        optimizer: None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         **settings: Any,
     ) -> None:
-        if optimizer is not None:
-            raise CommSchedError(
-                "State(optimizer=...) (deferred optimizer steps) is not in this version; leave it "
-                "out, and gradients are averaged when backward() returns"
-            )
+        self._optimizers = () if optimizer is None else accept(optimizer)
         self._process_group = process_group
         self._resolved: Resolved = resolve(settings)
         self._keywords = dict(settings)
+        if not self._optimizers and self.settings.policy not in (policies.AUTO, "fifo"):
+            raise SettingsError(
+                f"policy={self.settings.policy!r} orders communication for the next forward, which "
+                "needs State(optimizer=...); hand the optimizer over, or use policy='fifo'"
+            )
         self._session: Session | None = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._inactive = "no gradient bucket has come yet"
@@ -72,19 +78,46 @@ class State:
         return self._resolved.settings
 
     def synchronize(self) -> None:
-        """Wait until all communication begun so far is done.
+        """Wait until all communication begun so far is done, and run all recorded steps.
+
+        With handed-over optimizers: parameters are up to date after it, and between `backward()`
+        and `step()` gradients are whole after it and may be changed.
 
         Raises:
             CommSchedError: it failed.
         """
         if self._session is not None:
-            self._session.engine.synchronize()
+            self._session.synchronize()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_` on all of the model's parameters.
+
+        With handed-over optimizers, whose gradients must not be touched between `backward()` and
+        the deferred step: waits for all sums, and has the deferred steps apply the factor.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: the norm's p.
+
+        Returns:
+            The norm over all gradients, before clipping; the same on every rank.
+
+        Raises:
+            CommSchedError: communication failed, or no model is known.
+        """
+        overlap = None if self._session is None else self._session.overlap
+        if overlap is not None:
+            return overlap.deferred.clip_grad_norm_(max_norm, norm_type)
+        ddp = self._model()
+        if ddp is None:
+            raise CommSchedError("the DDP model was not found; use commsched.attach")
+        return torch.nn.utils.clip_grad_norm_(ddp.module.parameters(), max_norm, norm_type)
 
     def close(self) -> None:
-        """End the thread and the process group of this State. Later hook calls raise."""
+        """Finish what was begun; end the thread and the process group. Later hook calls raise."""
         self._closed = True
         if self._session is not None:
-            self._session.engine.close()
+            self._session.close()
 
     def report(self) -> Report:
         """Exposed communication, in total and by bucket, over the last 100 steps of this rank."""
@@ -155,10 +188,10 @@ class State:
 
     def _begin(self) -> Session:
         group = self._group()
-        session = Session(group, self.settings, Buckets(self._model()))
+        session = Session(group, self.settings, Buckets(self._model()), self._optimizers)
         # Not a bound method of self: the finalizer must not keep this object alive. It also runs
         # at interpreter exit, while threads can still be joined.
-        weakref.finalize(self, session.engine.close)
+        weakref.finalize(self, session.close)
         logger.info("commsched starts: %s", self._resolved.describe())
         return session
 

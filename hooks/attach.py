@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch.optim import Optimizer
 
 from commsched.errors import CommSchedError
 from commsched.hooks.hook import hook
@@ -12,7 +15,9 @@ from commsched.state import State
 __all__ = ["attach"]
 
 
-def attach(model: object, optimizer: None = None, **settings: Any) -> State:
+def attach(
+    model: object, optimizer: Optimizer | Sequence[Optimizer] | None = None, **settings: Any
+) -> State:
     """Register `commsched.hook` on the DDP model inside `model`, and return its State.
 
     Args:

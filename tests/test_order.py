@@ -13,20 +13,23 @@ from commsched import policies
 from commsched.engine import Engine
 from commsched.group import Membership
 from commsched.jobs import Job, Progress
-from commsched.layout import BucketSpec, Layout, ParamSpec, cut
+from commsched.layout import BucketSpec, ParamSpec, cut
 from commsched.plan import Plan, Task
+from commsched.planner import Begin
+from commsched.profile import Profile
 from commsched.settings import Settings
 from tests.distributed import ranks
 
 BUCKETS, ITERATIONS = 40, 25  # 1000 tasks and more
 
 
-def shuffled(layout: Layout, settings: Settings) -> Plan:
+def shuffled(profile: Profile, settings: Settings) -> Plan:
     """A policy whose order has nothing to do with readiness."""
+    layout = profile.layout
     chunks = list(cut(layout, settings.chunk_bytes, settings.fusion_bytes))
     random.Random(len(chunks)).shuffle(chunks)
     tasks = tuple(Task(i, "all_reduce", chunk, "none") for i, chunk in enumerate(chunks))
-    return Plan("shuffled", layout, tasks)
+    return Plan("shuffled", layout, tasks, settings.credit_bytes)
 
 
 def specs() -> list[BucketSpec]:
@@ -54,15 +57,15 @@ def test_issue_order_is_equal_under_random_delays(rank: int, policy: str) -> Non
                 time.sleep(rng.random() * 4e-3)
             buffer = torch.full((spec.numel,), float(key + 100 * rank + iteration))
             jobs.append(Job(key, spec, buffer, progress))
-            engine.submit(jobs[-1], begins=key == 0)
+            engine.submit(jobs[-1], Begin() if key == 0 else None)
         engine.end(progress)
-        engine.wait(progress.near)
+        engine.wait(progress.near.is_set)
         for key, job in enumerate(jobs):
             assert job.done.is_set()
             # The mean, and of this bucket: a swap of equal sizes would be silent otherwise.
             assert torch.equal(job.result, torch.full_like(job.result, key + 50.0 + iteration))
     issued = list(engine.issued)
-    plan = engine.plan
+    plan = engine.planner.plan
     assert plan is not None
     engine.close()
     assert len(issued) >= 1000
@@ -81,8 +84,8 @@ def test_integer_buckets_are_divided_after_the_sum(rank: int, dtype: torch.dtype
     job = Job(
         0, BucketSpec((ParamSpec("p", 3),), name), torch.tensor([1, 7, -9], dtype=dtype), Progress()
     )
-    engine.submit(job, begins=True)
-    engine.wait(job.done)
+    engine.submit(job, Begin())
+    engine.wait(job.done.is_set)
     engine.close()
     assert job.result.tolist() == [1, 7, -9]
 
@@ -101,8 +104,8 @@ def test_credit_bounds_what_is_in_flight(rank: int) -> None:
     engine._issue = spy  # type: ignore[method-assign]
     spec = BucketSpec((ParamSpec("p", 50_000),), "float32")
     job = Job(0, spec, torch.ones(50_000), Progress())
-    engine.submit(job, begins=True)
-    engine.wait(job.done)
+    engine.submit(job, Begin())
+    engine.wait(job.done.is_set)
     engine.close()
     assert len(seen) == 20
     assert max(seen) <= settings.credit_bytes

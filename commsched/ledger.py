@@ -1,0 +1,168 @@
+"""The ledger of deferred steps: whose gradients are on their way, and which steps are due."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from commsched.engine import Engine
+from commsched.errors import CommSchedError
+from commsched.handover import Handover, Recorded
+from commsched.jobs import Job
+from commsched.pending import unmark
+from commsched.recorder import Recorder
+
+__all__ = ["Due", "Ledger", "Sum", "refuse_touched"]
+
+TOUCHED = (
+    "gradients were changed between backward() and the deferred step (clip_grad_norm_, "
+    "clip_grad_value_, GradScaler.unscale_, p.grad.zero_() or the like), while they were being "
+    "summed. Either use state.clip_grad_norm_(max_norm), or call state.synchronize() after "
+    "backward(): from there on gradients are whole and may be changed; or leave optimizer= out"
+)
+
+
+@dataclass(eq=False, slots=True)
+class Sum:
+    """One parameter's gradient in the latest backward's buckets."""
+
+    param: nn.Parameter
+    job: Job
+    index: int  # in the bucket
+
+
+@dataclass(eq=False, slots=True)
+class Due:
+    """One recorded step that has not run."""
+
+    sum: Sum
+    grad: torch.Tensor  # as DDP shaped it, in the bucket's memory
+    handover: Handover
+    recorded: Recorded
+    group: int
+    scale: torch.Tensor | None  # gradient clipping
+
+
+class Ledger:
+    """Sums and due steps of one model's latest backward. For the training thread.
+
+    Args:
+        engine: sums the gradients.
+        recorder: is told of waits and of steps.
+        names: of the model's parameters, by id.
+    """
+
+    def __init__(self, engine: Engine, recorder: Recorder, names: dict[int, str]) -> None:
+        self.sums: dict[int, Sum] = {}  # by the parameter's id, as is:
+        self.due: dict[int, Due] = {}
+        self._engine = engine
+        self._recorder = recorder
+        self._names = names
+        self._jobs: dict[Job, list[Due]] = {}  # with due steps
+
+    def whole(self) -> bool:
+        """Whether all sums are there, and the training program knows it."""
+        return all(one.job.visible for one in self.sums.values())
+
+    def add(self, due: Due) -> None:
+        """One more step is due."""
+        self.due[id(due.sum.param)] = due
+        self._jobs.setdefault(due.sum.job, []).append(due)
+
+    def run(self, dues: Iterable[Due]) -> None:
+        """Wait for their sums and run them, and what shares a bucket with them and is there.
+
+        Raises:
+            CommSchedError: communication failed, or gradients were changed meanwhile.
+        """
+        dues = list(dues)
+        self.wait_for(due.sum for due in dues)
+        for job in dict.fromkeys(due.sum.job for due in dues):
+            self._run_job(job)
+
+    def finish(self) -> None:
+        """Run all, and wait for all sums: gradients are whole from here on.
+
+        Raises:
+            CommSchedError: communication failed, or gradients were changed meanwhile.
+        """
+        self.run(self.due.values())
+        under_way = [one for one in self.sums.values() if not one.job.visible]
+        self.wait_for(under_way)
+        for job in dict.fromkeys(one.job for one in under_way):
+            refuse_touched(job)
+            job.visible = True
+
+    def wait_for(self, sums: Iterable[Sum]) -> None:
+        """Wait for sums; meanwhile run the steps whose sums are there."""
+        for one in sums:
+            job, index = one.job, one.index
+            while not job.has(index):
+                ready = self._complete()
+                if ready is not None:
+                    self._run_job(ready)
+                    continue
+                self._wait(job, index)
+            job.raise_error()
+
+    def _wait(self, job: Job, index: int) -> None:
+        begin_s = time.monotonic()
+        self._engine.wait(lambda: job.has(index) or self._complete())
+        end_s = time.monotonic()
+        self._recorder.waited(begin_s, end_s)
+        job.timing.waited_s = (job.timing.waited_s or 0.0) + end_s - begin_s
+
+    def _complete(self) -> Job | None:
+        """A bucket with due steps all of whose sums are there."""
+        return next((job for job in self._jobs if job.complete() and job.error is None), None)
+
+    def _run_job(self, job: Job) -> None:
+        """Run those of its due steps whose sums are there."""
+        dues = self._jobs.pop(job, [])
+        ready = [due for due in dues if job.has(due.sum.index)]
+        rest = [due for due in dues if not job.has(due.sum.index)]
+        if rest:
+            self._jobs[job] = rest
+        if not ready:
+            return
+        job.raise_error()
+        refuse_touched(job)
+        for due in ready:
+            del self.due[id(due.sum.param)]
+            unmark(due.sum.param)
+        for recorded in dict.fromkeys(due.recorded for due in ready):
+            self._run_together([due for due in ready if due.recorded is recorded])
+        job.version = job.result._version  # some optimizers change gradients
+
+    def _run_together(self, dues: list[Due]) -> None:
+        """Run steps that were recorded by one call of one optimizer."""
+        first = dues[0]
+        if first.scale is not None:
+            torch._foreach_mul_([due.grad.data for due in dues], first.scale)
+        rows = [(due.group, due.sum.param, due.grad) for due in dues]
+        params = [due.sum.param for due in dues]
+        self.timed(params, lambda: first.handover.run(first.recorded, rows))
+
+    def timed(self, params: Iterable[nn.Parameter], step: Callable[[], object]) -> None:
+        """Run `step`, an optimizer's for `params`, and have it recorded."""
+        begin_s = time.monotonic()
+        step()
+        numels = {self._names.get(id(param), ""): param.numel() for param in params}
+        self._recorder.stepped(begin_s, time.monotonic(), numels)
+
+
+def refuse_touched(job: Job, grad: torch.Tensor | None = None) -> None:
+    """Raise if the user has changed a gradient of this bucket, or replaced this one.
+
+    Raises:
+        CommSchedError: says what to do instead.
+    """
+    elsewhere = grad is not None and (
+        grad.untyped_storage().data_ptr() != job.result.untyped_storage().data_ptr()
+    )
+    if elsewhere or job.result._version != job.version:
+        raise CommSchedError(TOUCHED)

@@ -1,0 +1,225 @@
+"""Overlap with the next forward: what comes together when optimizers are handed over.
+
+Phases say when to measure and when to defer, the recorder measures, `Deferred` steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from commsched import policies
+from commsched.advice import WORTH, advise
+from commsched.deferred import Deferred
+from commsched.engine import Engine
+from commsched.errors import CommSchedError
+from commsched.jobs import Job
+from commsched.layout import BucketSpec
+from commsched.model import compiled_wrappers
+from commsched.pending import can_pend, settle_own
+from commsched.phases import Phases
+from commsched.planner import Begin
+from commsched.profile import Profile
+from commsched.recorder import Recorder, stats_order
+from commsched.simulate import ideal, simulate
+
+__all__ = ["Outlook", "Overlap"]
+
+logger = logging.getLogger("commsched")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What the profile lets expect, in seconds."""
+
+    step_s: float
+    ideal_s: float
+
+
+class Overlap:
+    """The training thread's side of overlapping with forward, for one DDP model.
+
+    Raises:
+        CommSchedError: an optimizer is handed over to another State already.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, optimizers: tuple[Optimizer, ...], engine: Engine
+    ) -> None:
+        self.recorder = Recorder(stats_order(ddp))
+        self.deferred = Deferred(ddp, optimizers, engine, self.recorder)
+        self.deferred.observing = True
+        self._engine = engine
+        self._ddp = weakref.ref(ddp)
+        self._phases = Phases()
+        self._covered: set[int] = set()  # ids of the handed-over optimizers' parameters
+        self._planned: tuple[Profile, Outlook] | None = None
+        self._advised: Profile | None = None
+        self._group = ddp.process_group
+        self._handles = self._hook(ddp)
+
+    @staticmethod
+    def refuse(ddp: DistributedDataParallel | None) -> None:
+        """Raise if optimizers cannot be handed over for this model.
+
+        Raises:
+            CommSchedError: says why, and what to do.
+        """
+        if ddp is None:
+            raise CommSchedError(
+                "State(optimizer=...) must know its DDP model, which was not found; use "
+                "commsched.attach(ddp, optimizer=optimizer)"
+            )
+        if not ddp.gradient_as_bucket_view:
+            raise CommSchedError(
+                "State(optimizer=...) needs DistributedDataParallel(..., "
+                "gradient_as_bucket_view=True): without it DDP copies gradients out of its "
+                "buckets before they are summed"
+            )
+
+    # ---- a step ----------------------------------------------------------------------------
+
+    def begin(self, previous: Sequence[int]) -> tuple[Begin, bool]:
+        """The first bucket of a backward is there.
+
+        Args:
+            previous: the keys of the last backward's buckets.
+
+        Returns:
+            What to tell the engine; and whether sums may be waited for in the next forward.
+        """
+        begins = Begin()
+        if previous:
+            self._phases.end(previous)
+        if self._phases.begin():
+            begins.measured = self.recorder.summary()
+        elif self._phases.check_due():
+            outlook = self.outlook()
+            begins.drift = 1.0 if outlook is None else self.recorder.drift(outlook.step_s)
+        self.deferred.observing = self._phases.measuring
+        self._covered = {id(p) for handover in self.deferred.handovers for p in handover.params()}
+        return begins, not self._phases.measuring
+
+    def may_defer(self, params: Sequence[torch.Tensor], spec: BucketSpec) -> bool:
+        """Whether nobody needs this bucket's sums before the next forward."""
+        return not spec.sparse and all(id(p) in self._covered and can_pend(p) for p in params)
+
+    def on_bucket(self, job: Job, params: Sequence[torch.Tensor], begins: Begin | None) -> None:
+        """A bucket has come.
+
+        Raises:
+            CommSchedError: the last step's sums are still on their way, or gradients of gradients
+                are wanted, or a parameter was read too early.
+        """
+        if begins is not None:
+            self.deferred.backward_begins()
+            if begins.measured is not None:
+                self.deferred.note_unseen(self._covered)
+        self.recorder.bucket_ready(job.key, job.spec)
+        if not job.visible:
+            if torch.is_grad_enabled():
+                raise CommSchedError(
+                    "backward(create_graph=True) needs whole gradients when it returns; leave "
+                    "optimizer= out of State for models with a gradient penalty, or compute the "
+                    "penalty with torch.autograd.grad"
+                )
+            self.deferred.expect(job, params)
+
+    def agree_on_drift(self, begins: Begin) -> None:
+        """Wait for the ranks' verdict on whether the plan still fits."""
+        self._engine.wait(lambda: begins.agreed_drift is not None)
+        if begins.agreed_drift is not None and self._phases.drifted(begins.agreed_drift):
+            logger.info(
+                "steps take %.2f x the predicted time: measuring again", begins.agreed_drift
+            )
+            self.recorder.restart()
+
+    def end_of_backward(self, jobs: Sequence[Job]) -> None:
+        """All gradients are computed: wait for those that must be whole now."""
+        ddp = self._ddp()
+        measuring = self._phases.measuring and ddp is not None
+        self.recorder.backward_ends(ddp.reducer.get_backward_stats() if measuring else None)  # type: ignore[union-attr]
+        if not all(self._phases.knows(job.key) for job in jobs):
+            self.deferred.settle_all()  # DDP may be about to replace the buckets
+
+    def outlook(self) -> Outlook | None:
+        """What the plan's profile lets expect; None before there is one."""
+        profile, plan = self._engine.planner.profile, self._engine.planner.plan
+        if profile is None or plan is None or not profile.measured:
+            return None
+        if self._planned is None or self._planned[0] is not profile:
+            step_s = simulate(plan, profile).step_s
+            self._planned = profile, Outlook(step_s, ideal(profile))
+        return self._planned[1]
+
+    def _advise(self) -> None:
+        """Say once for each profile, on one rank, which bucket size would be better."""
+        profile, settings = self._engine.planner.profile, self._engine.settings
+        if profile is self._advised or profile is None or not profile.measured:
+            return
+        self._advised = profile
+        if torch.distributed.get_rank(self._group) == 0:
+            advice = advise(profile, settings, policies.get(settings.policy))
+            logger.log(logging.INFO if advice.gain < WORTH else logging.WARNING, "%s", advice)
+
+    def close(self) -> None:
+        """Leave the model and the optimizers alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self.deferred.close()
+
+    # ---- hooks on the model ----------------------------------------------------------------
+
+    def _hook(self, ddp: DistributedDataParallel) -> list[Any]:
+        handles = [
+            module.register_forward_pre_hook(settle_own)
+            for module in ddp.module.modules()
+            if any(True for _ in module.parameters(recurse=False))
+        ]
+        handles.append(ddp.register_forward_pre_hook(_Edge(self.forward_begins)))
+        handles.append(ddp.register_forward_hook(_Edge(self.forward_ends)))
+        wrappers, traced = compiled_wrappers(ddp)
+        self.deferred.whole_forward = bool(wrappers) or traced
+        self.deferred.whole_step = traced
+        handles += [
+            one.register_forward_pre_hook(_Edge(self.deferred.settle_all)) for one in wrappers
+        ]
+        return handles
+
+    def forward_begins(self) -> None:
+        """Before DDP's forward, which may replace the buckets before it calls the model's."""
+        ddp = self._ddp()
+        rebuilds = ddp is not None and (ddp.static_graph or not ddp.find_unused_parameters)
+        if rebuilds and ddp is not None and not ddp._has_rebuilt_buckets:
+            self.deferred.settle_all()
+        self.deferred.forward_begins()
+        self._advise()
+
+    def forward_ends(self) -> None:
+        """After DDP's forward."""
+        self.deferred.forward_ends()
+
+
+class _Edge:
+    """A hook on a module that neither keeps us alive nor is copied or pickled with the module."""
+
+    def __init__(self, method: Callable[[], None] | None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *_: Any) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Edge:
+        return _Edge(None)
+
+    def __reduce__(self) -> Any:
+        return _Edge, (None,)
