@@ -1,4 +1,4 @@
-"""The hooks a benchmark compares, named by a short text: `noop`, `ddp`, `commsched:codec=fp16`."""
+"""The hooks a benchmark compares, named by a short text: `noop`, `ddp:bucket_cap_mb=8`, ..."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ __all__ = ["BUILT_IN", "HookSpec", "register"]
 
 BUILT_IN = ("noop", "ddp", "fp16", "bf16", "powersgd")
 
+# Settings that go to DistributedDataParallel, whatever the hook, and what they must be.
+_DDP_KINDS: dict[str, tuple[type, ...]] = {
+    "bucket_cap_mb": (int, float),
+    "gradient_as_bucket_view": (bool,),
+    "static_graph": (bool,),
+    "find_unused_parameters": (bool,),
+}
+_DEFERRED_WARMUP = 12  # commsched first measures some synchronous steps, then agrees on a plan
+
 
 @dataclass(frozen=True)
 class HookSpec:
@@ -24,28 +33,61 @@ class HookSpec:
         name: one of `BUILT_IN`, or `commsched`.
         settings: keyword arguments of `commsched.State`. `optimizer=true` hands over the
             optimizer itself.
+        ddp: keyword arguments of `DistributedDataParallel` for this hook alone.
     """
 
     text: str
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> HookSpec:
-        """Reads `name` or `commsched:key=value,key=value`.
+        """Reads `name` or `name:key=value,key=value`.
+
+        `bucket_cap_mb` (MiB), `gradient_as_bucket_view`, `static_graph` and
+        `find_unused_parameters` go to DDP; all else is for `commsched`. With `optimizer=true`
+        gradients are views of DDP's buckets unless the text says otherwise.
 
         Raises:
-            ValueError: an unknown hook, or settings that are not `key=value`.
+            ValueError: an unknown hook, or settings that it or DDP does not take.
         """
         name, _, rest = text.partition(":")
         if name not in (*BUILT_IN, "commsched"):
-            raise ValueError(f"unknown hook {name!r}: {', '.join(BUILT_IN)} or commsched[:k=v,...]")
-        if rest and name != "commsched":
-            raise ValueError(f"{name!r} takes no settings")
-        pairs = [item.partition("=") for item in rest.split(",") if item]
-        if any(not (key and sign) for key, sign, _ in pairs):
-            raise ValueError(f"settings must be key=value, not {rest!r}")
-        return cls(text, name, {key: _value(value) for key, _, value in pairs})
+            known = ", ".join(BUILT_IN)
+            raise ValueError(f"unknown hook {name!r}: {known} or commsched, then [:k=v,...]")
+        settings = _pairs(rest)
+        ddp = {key: settings.pop(key) for key in _DDP_KINDS if key in settings}
+        _check(name, settings, ddp)
+        if settings.get("optimizer"):
+            ddp.setdefault("gradient_as_bucket_view", True)
+        return cls(text, name, settings, ddp)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the optimizer is handed over: steps stay under way into the next forward."""
+        return bool(self.settings.get("optimizer"))
+
+    def warmup(self, least: int) -> int:
+        """Steps before the first round: `least`, and more where a profile is measured first."""
+        return max(least, _DEFERRED_WARMUP) if self.is_deferred else least
+
+
+def _pairs(rest: str) -> dict[str, Any]:
+    pairs = [item.partition("=") for item in rest.split(",") if item]
+    if any(not (key and sign) for key, sign, _ in pairs):
+        raise ValueError(f"settings must be key=value, not {rest!r}")
+    return {key: _value(value) for key, _, value in pairs}
+
+
+def _check(name: str, settings: dict[str, Any], ddp: dict[str, Any]) -> None:
+    if settings and name != "commsched":
+        raise ValueError(f"{name!r} takes DDP's {', '.join(_DDP_KINDS)} only, not {[*settings]}")
+    for key, kinds in {**_DDP_KINDS, "optimizer": (bool,)}.items():
+        value = {**settings, **ddp}.get(key)
+        if value is not None and type(value) not in kinds:  # not isinstance: True is an int
+            what = "true or false" if bool in kinds else "a number"
+            raise ValueError(f"{key} must be {what}, not {value!r}")
 
 
 def _value(text: str) -> int | float | bool | str:

@@ -1,11 +1,15 @@
 """Step time of workloads under DDP communication hooks, on links of a chosen rate.
 
-    python bench/step_time.py --workload resnet50 --hooks noop ddp fp16 commsched \
-        --rate-mbit 1000 --ranks 2 --json out.json
+    python bench/step_time.py --workload resnet50 --rate-mbit 1000 --ranks 2 --json out.json \
+        --hooks noop ddp fp16 commsched commsched:optimizer=true,bucket_cap_mb=8
 
 One launch per (workload, rate): each rank keeps one model per hook and they take turns. torch's
 PowerSGD, which may abort or hang on gloo, gets a launch to itself, and with `--memory` so does
 every hook, so that peaks of resident memory can be compared.
+
+`step ms` is a round's time over its steps. With optimizer=true a round ends with communication
+under way, which is waited for within it: `tail ms` of each step, less the more `--steps` a round
+has. `steady ms` is the median time from step to step, without a round's first step and the tail.
 """
 
 from __future__ import annotations
@@ -25,10 +29,10 @@ if __name__ == "__main__":  # run as a file: make the repository root importable
 import torch
 from rich.console import Console
 
+from bench.figures import RankConfig
 from bench.hooks import HookSpec
 from bench.launch import RankResult, launch, open_links
 from bench.links import Links, LinksError, why_unavailable
-from bench.step_rank import RankConfig
 from bench.step_report import Case, Figures, Row, print_case, rows_of
 from bench.workloads import NAMES
 
@@ -46,20 +50,22 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--workload", nargs="+", default=["resnet50"], choices=NAMES)
     add("--hooks", nargs="+", default=["noop", "ddp", "commsched"], metavar="HOOK",
-        help="noop ddp fp16 bf16 powersgd commsched[:key=value,...]; "
-        "optimizer=true hands the optimizer over")  # fmt: skip
+        help="noop ddp fp16 bf16 powersgd commsched, each [:key=value,...]: settings of commsched "
+        "(optimizer=true hands the optimizer over) and, for any hook, DDP's bucket_cap_mb, "
+        "gradient_as_bucket_view, static_graph, find_unused_parameters")  # fmt: skip
     add("--rate-mbit", nargs="+", type=float, help="egress of each rank; unshaped when left out")
     add("--mtu-bytes", type=int, default=1500, help="1500 or, jumbo, 9000")
     add("--loopback", action="store_true", help="no namespaces: all ranks on lo")
     add("--ranks", type=int, default=2)
     add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=4, help="timed steps of each hook in a round")
-    add("--warmup", type=int, default=4, help="steps of each hook before the first round")
+    add("--steps", type=int, default=10, help="timed steps of each hook in a round")
+    add("--warmup", type=int, default=4,
+        help="steps of each hook before round one; at least 12 with optimizer=true")  # fmt: skip
     add("--gradient-mb", type=float, help="total gradient of an emulated model (1e6 bytes)")
     add("--forward-s", type=float, default=0.25, help="of an emulated model")
     add("--backward-s", type=float, default=0.5, help="of an emulated model")
-    add("--bucket-cap-mb", type=float, help="DDP's, in MiB; DDP's default when left out")
-    add("--gradient-as-bucket-view", action="store_true")
+    add("--bucket-cap-mb", type=float, help="of hooks that do not set it: MiB; else DDP's default")
+    add("--gradient-as-bucket-view", action="store_true", help="of hooks that do not set it")
     add("--memory", action="store_true", help="each hook in its own launch; report memory peaks")
     add("--time-limit-s", type=float, default=600.0, help="of one launch")
     add("--powersgd-limit-s", type=float, default=60.0, help="of the launch of powersgd")
@@ -102,9 +108,13 @@ def _launches(options: argparse.Namespace) -> list[list[str]]:
     """Which hooks share a launch."""
     if options.memory:
         return [[hook] for hook in options.hooks]
-    alone = [hook for hook in options.hooks if hook == "powersgd"]
-    together = [hook for hook in options.hooks if hook != "powersgd"]
-    return [group for group in (together, alone) if group]
+    together = [hook for hook in options.hooks if not _is_powersgd([hook])]
+    alone = [[hook] for hook in options.hooks if _is_powersgd([hook])]
+    return [together, *alone] if together else alone
+
+
+def _is_powersgd(hooks: list[str]) -> bool:
+    return any(hook.partition(":")[0] == "powersgd" for hook in hooks)
 
 
 def _case(options: argparse.Namespace, workload: str, rate_mbit: float | None) -> Case:
@@ -112,8 +122,7 @@ def _case(options: argparse.Namespace, workload: str, rate_mbit: float | None) -
     case = Case(workload, options.ranks, rate_mbit, link)
     with open_links(options.ranks, rate_mbit, options.loopback, options.mtu_bytes) as links:
         for hooks in _launches(options):
-            is_powersgd = hooks == ["powersgd"]
-            limit_s = options.powersgd_limit_s if is_powersgd else options.time_limit_s
+            limit_s = options.powersgd_limit_s if _is_powersgd(hooks) else options.time_limit_s
             config = RankConfig(
                 workload=workload,
                 hooks=hooks,
@@ -129,7 +138,7 @@ def _case(options: argparse.Namespace, workload: str, rate_mbit: float | None) -
                 memory=options.memory,
             )
             figures, results = _run(links, config, limit_s)
-            _add(case, hooks, figures, results, options.memory, is_powersgd)
+            _add(case, hooks, figures, results, options.memory)
     case.rows.sort(key=lambda row: options.hooks.index(row.hook))
     case.finish()
     return case
@@ -141,7 +150,6 @@ def _add(
     figures: list[Figures],
     results: list[RankResult],
     memory: bool,
-    is_powersgd: bool,
 ) -> None:
     """Adds one launch to the case."""
     case.launches.append({"hooks": hooks, "ranks": [result.to_dict() for result in results]})
@@ -150,7 +158,7 @@ def _add(
         return
     case.rows += rows_of(figures, case.link == "loopback", memory)
     case.gradient_mb = figures[0]["gradient_mb"]
-    if not memory and not is_powersgd:
+    if not memory and not _is_powersgd(hooks):
         case.all_reduce_rounds_ms = [[1e3 * s for s in one["all_reduce_s"]] for one in figures]
 
 
@@ -161,7 +169,7 @@ def _print_failures(console: Console, case: Case) -> bool:
         for rank in entry["ranks"]:
             if rank["status"] == "ok":
                 continue
-            failed = failed or entry["hooks"] != ["powersgd"]
+            failed = failed or not _is_powersgd(entry["hooks"])
             console.print(f"{', '.join(entry['hooks'])}: rank {rank['rank']} {rank['status']}")
             for line in _telling(rank["tail"]):
                 console.print(f"    {line}", markup=False, highlight=False)
@@ -202,7 +210,7 @@ def _write(path: Path, options: argparse.Namespace, cases: list[Case]) -> None:
 def main() -> int:
     """Runs the matrix; returns 1 if a launch (other than powersgd's) failed, 2 for bad usage."""
     options = _parser().parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 140)  # not folded when piped
+    console = Console(width=None if sys.stdout.isatty() else 240)  # not folded when piped
     try:
         for hook in options.hooks:
             HookSpec.parse(hook)
@@ -218,7 +226,7 @@ def main() -> int:
         for workload in options.workload:
             for rate_mbit in [None] if options.loopback else options.rate_mbit or [None]:
                 cases.append(_case(options, workload, rate_mbit))
-                print_case(console, cases[-1], options.memory)
+                print_case(console, cases[-1])
                 failed |= _print_failures(console, cases[-1])
                 failed |= _too_slow(console, cases[-1], options.max_vs_ddp)
     except KeyboardInterrupt:

@@ -6,6 +6,9 @@ optimizer. What is *not* emulated is contention: here communication never slows 
 
 Time is kept the way an accelerator keeps it, by deadlines: a layer starts when the one before it
 ends, not when Python gets round to it. See `_Clock` for what counts as a real stall.
+
+The optimizer is real and counts in full, wherever it runs: after backward, where no clock runs, or
+deferred to the hooks of the forward's layers, which stop the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from bench.workloads.shapes import Architecture, Layer
 __all__ = ["Emulated", "Tiny"]
 
 # Share of the forward time that Python between two layers may take in all before it counts. A
-# forward that waits (for a deferred step, say) is a true stall and must not be slept away.
+# forward that waits is a true stall and must not be slept away. In a layer's own forward pre-hooks
+# it never is; elsewhere (a hook on the model's parts that this file cannot see) up to this share.
 _FORWARD_SLACK = 0.05
 
 
@@ -35,6 +39,10 @@ class _Clock:
     DDP's copies, a sleep that overran) is made up for by sleeping less, as an accelerator whose
     queue is full does not notice it; but only up to `slack_s` in one pass: beyond, the
     accelerator would have run dry, so the layer starts late and all later ones with it.
+
+    A `stall` counts from its first microsecond: there the accelerator waits for gradients, or runs
+    a deferred optimizer step. Nothing reports stalls in a backward, whose slack is its whole time:
+    a comm hook that waited there would go unseen.
     """
 
     def __init__(self, slack_s: float) -> None:
@@ -45,6 +53,16 @@ class _Clock:
         """Starts a pass now."""
         self._due_s = self._left_s = time.perf_counter()
         self._budget_s = self._slack_s
+
+    def stall_begins(self) -> None:
+        """The accelerator may have to wait from now on."""
+        self._stalled_s = time.perf_counter()
+
+    def stall_ends(self) -> None:
+        """The next layer has all it needs."""
+        duration_s = time.perf_counter() - self._stalled_s
+        self._due_s += duration_s
+        self._left_s += duration_s  # or it would count as Python between layers as well
 
     def run(self, duration_s: float) -> None:
         """Sleeps until a layer that takes `duration_s` is done."""
@@ -96,6 +114,7 @@ class _EmulatedLayer(nn.Module):
             self.gradients.append(_noise(scaled, pattern))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.forward_clock.stall_ends()
         out: Tensor = _Compute.apply(self, x, *self.parameters())  # type: ignore[no-untyped-call]
         return out
 
@@ -146,6 +165,7 @@ class _EmulatedModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self._forward_clock.restart()
         for layer in self.children():
+            self._forward_clock.stall_begins()  # with the layer's forward pre-hooks
             x = layer(x)
         out: Tensor = _Start.apply(x, self._backward_clock)  # type: ignore[no-untyped-call]
         return out
