@@ -19,7 +19,7 @@ $(VENV)/dev: $(VENV)/ready
 	$(INSTALL) -e '.[test,bench]'
 	@touch $@
 
-demo: $(VENV)/ready  ## train a small GPT on two ranks: DDP, commsched exact, commsched bf16
+demo: $(VENV)/ready  ## train a small GPT on two ranks: DDP against commsched
 	$(BIN)/python -m commsched.demo
 
 test: $(VENV)/dev  ## run the tests

@@ -30,18 +30,21 @@ from torch.nn.parallel import DistributedDataParallel
 import commsched
 
 SEED = 1
-WARM_UP_STEPS = 8  # not timed: DDP rebuilds its buckets, commsched measures and agrees its plan
+TURN_STEPS = 8  # steps that one run does before it is another's turn
+WARM_UP_STEPS = TURN_STEPS  # not timed: DDP rebuilds its buckets, commsched measures and plans
 CONTEXT = 64  # characters
 BATCH = 12  # sequences per rank
 COLLECTIVE_TIMEOUT_S = 40
 
 # How the gradients travel in each run: nothing sent (ranks drift apart, good for the compute time
-# only), DDP's own all-reduce, or commsched with the codec of that name.
+# only), DDP's own all-reduce, or commsched: with the optimizer handed over, or with the codec of
+# that name.
 RUNS = {
     "compute only": "noop",
     "plain DDP": "ddp",
-    "commsched exact": "none",
-    "commsched bf16": "bf16",
+    "commsched": "none",
+    "commsched, optimizer": "optimizer",
+    "commsched, bf16": "bf16",
 }
 
 
@@ -51,7 +54,7 @@ class RunReport:
 
     Attributes:
         losses: Of each step.
-        step_ms: Duration of each timed step.
+        step_ms: Duration of a step, the mean of each timed turn.
         wire_bytes: Sent per timed step; on loopback that of all ranks together.
         reported_ms: commsched's own `state.report().exposed_ms`, None where it was not active.
         inactive: Why commsched left the gradients to torch, else empty.
@@ -133,14 +136,19 @@ def batch(text: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     return text[index[:, :-1]], text[index[:, 1:]]
 
 
-def add_hook(ddp: DistributedDataParallel, how: str) -> commsched.State | None:
+def add_hook(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, how: str
+) -> commsched.State | None:
     """Choose how the gradients travel (a value of `RUNS`); return commsched's state, if any."""
     if how == "ddp":
         return None
     if how == "noop":
         ddp.register_comm_hook(None, noop_hook)
         return None
-    state = commsched.State(codec=how)
+    if how == "optimizer":
+        state = commsched.State(optimizer=optimizer)
+    else:
+        state = commsched.State(codec=how)
     ddp.register_comm_hook(state, commsched.hook)  # the one line
     return state
 
@@ -161,25 +169,33 @@ class Trainee:
         self.ddp = DistributedDataParallel(
             CharGPT(symbols), bucket_cap_mb=4, gradient_as_bucket_view=True
         )
-        self.state = add_hook(self.ddp, RUNS[run])
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-3)
+        self.state = add_hook(self.ddp, self.optimizer, RUNS[run])
         self.draw = torch.Generator().manual_seed(SEED + dist.get_rank())
         self.report = RunReport([], [], wire_bytes=0.0)
         self.count_bytes = byte_counter()
 
-    def step(self, timed: bool) -> None:
-        """One optimizer step; ranks start it together."""
+    def step(self) -> None:
+        """One optimizer step."""
         characters, following = batch(self.text, self.draw)
-        dist.barrier()
-        sent, started = self.count_bytes(), time.perf_counter()
         loss = cross_entropy(self.ddp(characters).flatten(0, 1), following.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.report.losses.append(loss.item())
-        if timed:
-            self.report.step_ms.append(1e3 * (time.perf_counter() - started))
-            self.report.wire_bytes += self.count_bytes() - sent
+
+    def turn(self, first: int, steps: int) -> None:
+        """Some steps, which ranks start together, to the end of their communication."""
+        dist.barrier()
+        sent, started = self.count_bytes(), time.perf_counter()
+        for step in range(first, first + steps):
+            self.step()
+            tell(run=self.run, step=step)
+        if self.state is not None:
+            self.state.synchronize()
+        if first >= WARM_UP_STEPS:
+            self.report.step_ms.append(1e3 * (time.perf_counter() - started) / steps)
+            self.report.wire_bytes += (self.count_bytes() - sent) / steps
 
     def finish(self) -> RunReport:
         """What was seen; ends commsched's thread."""
@@ -193,17 +209,16 @@ class Trainee:
 
 
 def train(steps: int) -> dict[str, RunReport]:
-    """Train all `RUNS`, a step of each in turn, so that a busy machine slows all of them alike.
+    """Train all `RUNS`, some steps of each in turn, so that a busy machine slows all alike.
 
     Args:
         steps: Optimizer steps a run, the untimed `WARM_UP_STEPS` included.
     """
     text, symbols = corpus()
     trainees = [Trainee(run, text, symbols) for run in RUNS]
-    for step in range(steps):
+    for first in range(0, steps, TURN_STEPS):
         for trainee in trainees:
-            trainee.step(timed=step >= WARM_UP_STEPS)
-            tell(run=trainee.run, step=step)
+            trainee.turn(first, min(TURN_STEPS, steps - first))
     return {trainee.run: trainee.finish() for trainee in trainees}
 
 
@@ -233,7 +248,7 @@ def byte_counter() -> Callable[[], int]:
 def main() -> None:
     """Train all runs on the rank that the environment (as from torchrun) names."""
     parser = argparse.ArgumentParser(prog="python -m commsched.chargpt", description=__doc__)
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps per run (30)")
+    parser.add_argument("--steps", type=int, default=32, help="optimizer steps per run (32)")
     steps = parser.parse_args().steps
     faulthandler.register(signal.SIGUSR1)  # the demo asks a silent rank where it stands
     torch.set_num_threads(1)  # the ranks share one machine

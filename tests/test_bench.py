@@ -295,5 +295,5 @@ def test_the_demo_ends_with_equal_losses() -> None:
     assert "loopback" in done.stdout
     assert "equal, bit for bit: yes" in done.stdout
     assert ONE_LINE in done.stdout
-    for name in ("plain DDP", "commsched exact", "commsched bf16"):
+    for name in ("plain DDP", "commsched, optimizer", "commsched, bf16"):
         assert name in done.stdout
