@@ -22,10 +22,15 @@ from commsched.handover import Handover, Listener, listen
 from commsched.jobs import Job
 from commsched.layout import first_names
 from commsched.ledger import Due, Ledger, Sum, refuse_touched
-from commsched.pending import can_pend, mark, unmark
+from commsched.pending import Unsummed, can_pend, mark_grad, mark_param, unmark
 from commsched.recorder import Recorder
 
 __all__ = ["Deferred"]
+
+REPLACED = (
+    "p.grad was replaced between backward() and step(), while gradients were being summed; call "
+    "state.synchronize() before, or leave optimizer= out"
+)
 
 logger = logging.getLogger("commsched")
 
@@ -33,12 +38,12 @@ logger = logging.getLogger("commsched")
 class _Observer:
     """Owner of parameters of which we only want to know that they are read."""
 
-    def __init__(self, seen: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, seen: Callable[[torch.Tensor], None]) -> None:
         self._seen = seen
 
-    def settle(self, param: nn.Parameter) -> None:
-        unmark(param)
-        self._seen(param)
+    def settle(self, tensor: torch.Tensor) -> None:
+        unmark(tensor)
+        self._seen(tensor)
 
 
 class Deferred(Listener):
@@ -82,7 +87,7 @@ class Deferred(Listener):
             observer = _Observer(self._observed)
             for param in self._ours():
                 if id(param) in self._names and id(param) not in due:
-                    mark(param, observer)
+                    mark_param(param, observer)
 
     def forward_ends(self) -> None:
         """After DDP's forward: the coming backward writes into the buckets."""
@@ -92,7 +97,7 @@ class Deferred(Listener):
         self._late = {id(param) for param in late}
         observer = _Observer(self._used_late)
         for param in late:
-            mark(param, observer)
+            mark_param(param, observer)
 
     def backward_begins(self) -> None:
         """At the first bucket of a backward."""
@@ -112,7 +117,9 @@ class Deferred(Listener):
         self._refuse_late(job, params)
         for index, param in enumerate(params):
             assert isinstance(param, nn.Parameter)
-            self._ledger.sums[id(param)] = Sum(param, job, index)
+            self._ledger.sums[id(param)] = Sum(param, job, index, param.grad)
+            if param.grad is not None:
+                mark_grad(param.grad, self)
 
     def on_step(self, handover: Handover, closure: Callable[[], Any] | None) -> Any:
         """The user's `optimizer.step()`: record it, or run it where nothing is on its way.
@@ -148,18 +155,24 @@ class Deferred(Listener):
 
     # ---- settling --------------------------------------------------------------------------
 
-    def settle(self, param: nn.Parameter) -> None:
-        """Wait for a pending parameter's gradient and run its step.
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Wait for a pending parameter's gradient and run its step; or wait for all gradients.
 
         Raises:
             CommSchedError: communication failed, or its gradient was changed meanwhile.
         """
-        due = self._ledger.due.get(id(param))
-        if due is None:
-            unmark(param)
+        due = self._ledger.due.get(id(tensor))
+        if due is not None:
+            self._observed(tensor)
+            self._ledger.run([due])
             return
-        self._observed(param)
-        self._ledger.run([due])
+        if type(tensor) is Unsummed and not self._ledger.whole():
+            self._say(
+                "gradients are read after backward(), which waits for all sums there; "
+                "state.clip_grad_norm_(max_norm) keeps more of the overlap than torch's"
+            )
+            self.settle_all()
+        unmark(tensor)
 
     def settle_all(self) -> None:
         """Run all recorded steps, and wait for all sums: gradients are whole from here on.
@@ -167,7 +180,16 @@ class Deferred(Listener):
         Raises:
             CommSchedError: communication failed, or gradients were changed meanwhile.
         """
-        self._ledger.finish()
+        ledger, scale = self._ledger, self._scale
+        bare = [
+            one.grad
+            for key, one in ledger.sums.items()
+            if key not in ledger.due and not one.job.visible and one.grad is not None
+        ]
+        ledger.finish()
+        if scale is not None and bare:  # recorded steps have applied it already
+            torch._foreach_mul_(bare, scale)
+        self._scale = None
 
     def before_step_of(self, optimizer: Optimizer) -> None:
         """An optimizer steps for real: where it was not handed over, it must find whole sums."""
@@ -187,13 +209,17 @@ class Deferred(Listener):
             refuse_touched(job)
         params = [param for param in self._params if param.grad is not None]
         grads = [param.grad for param in params if param.grad is not None]
+        for grad in grads:
+            unmark(grad)
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
         # The factor that torch's clip_grad_norm_ would multiply with, now.
-        self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for param in params:
+        self._scale = scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for param, grad in zip(params, grads, strict=True):
             one = self._ledger.sums.get(id(param))
-            if (one is None or one.job.visible) and param.grad is not None:
-                param.grad.mul_(self._scale)
+            if one is None or one.job.visible:
+                grad.mul_(scale)
+            else:
+                mark_grad(grad, self)
         return norm
 
     def close(self) -> None:
@@ -218,9 +244,11 @@ class Deferred(Listener):
                 if one is None or one.job.visible:
                     now.append((group, param, grad))
                 else:
-                    refuse_touched(one.job, grad)
+                    if one.grad is not None and one.grad is not grad:
+                        raise CommSchedError(REPLACED)
+                    refuse_touched(one.job)
                     ledger.add(Due(one, grad, handover, recorded, group, self._scale))
-                    mark(param, self)
+                    mark_param(param, self)
         if now:
             ledger.timed([row[1] for row in now], lambda: handover.run(recorded, now))
 
@@ -234,11 +262,11 @@ class Deferred(Listener):
         with torch.enable_grad():  # as torch's own optimizers do, once, before they update
             return closure()
 
-    def _observed(self, param: nn.Parameter) -> None:
+    def _observed(self, param: torch.Tensor) -> None:
         self._used.add(id(param))
         self.recorder.used(self._name(param))
 
-    def _used_late(self, param: nn.Parameter) -> None:
+    def _used_late(self, param: torch.Tensor) -> None:
         self._late.discard(id(param))
 
     def _refuse_late(self, job: Job, params: Sequence[torch.Tensor]) -> None:

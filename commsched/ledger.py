@@ -19,10 +19,10 @@ from commsched.recorder import Recorder
 __all__ = ["Due", "Ledger", "Sum", "refuse_touched"]
 
 TOUCHED = (
-    "gradients were changed between backward() and the deferred step (clip_grad_norm_, "
-    "clip_grad_value_, GradScaler.unscale_, p.grad.zero_() or the like), while they were being "
-    "summed. Either use state.clip_grad_norm_(max_norm), or call state.synchronize() after "
-    "backward(): from there on gradients are whole and may be changed; or leave optimizer= out"
+    "gradients were changed between backward() and the deferred step, while they were being summed "
+    "and through a tensor that was taken from p.grad before: take p.grad anew each time, or use "
+    "state.clip_grad_norm_(max_norm), or call state.synchronize() after backward(): from there on "
+    "gradients are whole and may be changed. Or leave optimizer= out"
 )
 
 
@@ -33,6 +33,7 @@ class Sum:
     param: nn.Parameter
     job: Job
     index: int  # in the bucket
+    grad: torch.Tensor | None  # as DDP shaped it, in the bucket's memory; None: DDP sets it later
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +41,7 @@ class Due:
     """One recorded step that has not run."""
 
     sum: Sum
-    grad: torch.Tensor  # as DDP shaped it, in the bucket's memory
+    grad: torch.Tensor
     handover: Handover
     recorded: Recorded
     group: int
@@ -93,6 +94,9 @@ class Ledger:
         self.run(self.due.values())
         under_way = [one for one in self.sums.values() if not one.job.visible]
         self.wait_for(under_way)
+        for one in under_way:
+            if one.grad is not None:
+                unmark(one.grad)
         for job in dict.fromkeys(one.job for one in under_way):
             refuse_touched(job)
             job.visible = True
@@ -134,6 +138,7 @@ class Ledger:
         for due in ready:
             del self.due[id(due.sum.param)]
             unmark(due.sum.param)
+            unmark(due.grad)
         for recorded in dict.fromkeys(due.recorded for due in ready):
             self._run_together([due for due in ready if due.recorded is recorded])
         job.version = job.result._version  # some optimizers change gradients
@@ -155,14 +160,11 @@ class Ledger:
         self._recorder.stepped(begin_s, time.monotonic(), numels)
 
 
-def refuse_touched(job: Job, grad: torch.Tensor | None = None) -> None:
-    """Raise if the user has changed a gradient of this bucket, or replaced this one.
+def refuse_touched(job: Job) -> None:
+    """Raise if the user has changed a gradient of this bucket behind our back.
 
     Raises:
         CommSchedError: says what to do instead.
     """
-    elsewhere = grad is not None and (
-        grad.untyped_storage().data_ptr() != job.result.untyped_storage().data_ptr()
-    )
-    if elsewhere or job.result._version != job.version:
+    if job.result._version != job.version:
         raise CommSchedError(TOUCHED)

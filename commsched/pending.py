@@ -1,9 +1,11 @@
-"""Pending parameters: their optimizer step is recorded but has not run, and any use runs it first.
+"""Tensors whose values are not there yet: any use of them brings the values first.
 
-Forward hooks alone miss every parameter that is read outside its own module: weights used
-functionally, tied weights, parameters of containers, moving averages, clamping in place. So while a
-parameter is pending its class is `Pending`, and whatever Python does with its value comes through
-`__torch_function__` first. The same trick shows, while a profile is taken, who is read when.
+`Pending` parameters: their optimizer step is recorded but has not run. Forward hooks alone miss
+every parameter that is read outside its own module: weights used functionally, tied weights,
+parameters of containers, moving averages, clamping in place. `Unsummed` gradients: their sum over
+ranks is under way. So while it waits a tensor has another class, and whatever Python does with it
+comes through `__torch_function__` first. The same trick shows, while a profile is taken, which
+parameter is read when.
 """
 
 from __future__ import annotations
@@ -15,27 +17,37 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Owner", "Pending", "can_pend", "mark", "settle", "settle_own", "unmark"]
+__all__ = [
+    "Owner",
+    "Pending",
+    "Unsummed",
+    "can_pend",
+    "mark_grad",
+    "mark_param",
+    "settle",
+    "settle_own",
+    "unmark",
+]
 
 _OWNER = "_commsched_owner"
 
 
 class Owner(Protocol):
-    """Who made a parameter pending."""
+    """Who made a tensor wait."""
 
-    def settle(self, param: nn.Parameter) -> None:
-        """Bring the parameter up to date, and `unmark` it."""
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Bring its values, and `unmark` it."""
         ...
 
 
-class Pending(nn.Parameter):
-    """A parameter that is to be brought up to date before its value is used."""
+class _Waiting(torch.Tensor):
+    """What both kinds do."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Settle every pending argument, unless `func` does not touch values."""
+        """Settle every waiting argument, unless `func` does not touch values."""
         kwargs = kwargs or {}
         if func in _VALUE_FREE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -44,23 +56,31 @@ class Pending(nn.Parameter):
             settle(leaf)
         return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A copy of the parameter, up to date, and not pending."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with its values, which does not wait."""
         settle(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the parameter pickles, up to date."""
+        """As it pickles with its values."""
         settle(self)
         return self.__reduce_ex__(protocol)
 
 
-_GRAD: Any = torch.Tensor.grad
+class Pending(_Waiting, nn.Parameter):
+    """A parameter that is to be brought up to date before its value is used."""
+
+
+class Unsummed(_Waiting):
+    """A gradient that is to be summed before its value is used."""
+
+
 _PROPERTIES = (
     *("grad", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim"),
     *("is_sparse", "is_cuda", "is_cpu", "is_meta", "_version"),
     *("_backward_hooks", "_post_accumulate_grad_hooks"),
 )
+_GRAD: Any = torch.Tensor.grad
 _VALUE_FREE = {
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
     _GRAD.__set__,
@@ -82,21 +102,33 @@ def can_pend(param: torch.Tensor) -> bool:
     return type(param) in (nn.Parameter, Pending)
 
 
-def mark(param: nn.Parameter, owner: Owner) -> None:
+def mark_param(param: nn.Parameter, owner: Owner) -> None:
     """Make it pending: its next use calls ``owner.settle(param)``."""
-    param.__dict__[_OWNER] = owner
-    _become(param, Pending)
+    _become(param, Pending, owner)
 
 
-def unmark(param: nn.Parameter) -> None:
-    """Make it an ordinary parameter again."""
-    if type(param) is Pending:
-        param.__dict__.pop(_OWNER, None)
-        _become(param, nn.Parameter)
+def mark_grad(grad: torch.Tensor, owner: Owner) -> None:
+    """Make it wait: its next use calls ``owner.settle(grad)``. Nothing for a subclass of Tensor."""
+    if type(grad) is torch.Tensor:
+        _become(grad, Unsummed, owner)
 
 
-def _become(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    param.__class__ = kind  # both are Python classes with the same layout
+def unmark(tensor: torch.Tensor) -> None:
+    """Make it an ordinary parameter, or tensor, again."""
+    kind = _PLAIN.get(type(tensor))
+    if kind is not None:
+        _become(tensor, kind, None)
+
+
+_PLAIN: dict[type, type[torch.Tensor]] = {Pending: nn.Parameter, Unsummed: torch.Tensor}
+
+
+def _become(tensor: torch.Tensor, kind: type[torch.Tensor], owner: Owner | None) -> None:
+    tensor.__class__ = kind  # all of them are Python classes with the same layout
+    if owner is None:
+        tensor.__dict__.pop(_OWNER, None)
+    else:
+        tensor.__dict__[_OWNER] = owner
 
 
 def settle_own(module: nn.Module, _args: Any) -> None:
@@ -109,11 +141,11 @@ def settle_own(module: nn.Module, _args: Any) -> None:
 
 
 def settle(value: Any) -> None:
-    """Bring `value` up to date if it is a pending parameter; nothing for everything else."""
-    if type(value) is not Pending:
+    """Bring a waiting tensor's values; nothing for everything else."""
+    if type(value) not in _PLAIN:
         return
     owner = value.__dict__.get(_OWNER)
-    if owner is None:  # somebody's copy of a pending one
+    if owner is None:  # somebody's copy of a waiting one
         unmark(value)
     else:
         owner.settle(value)

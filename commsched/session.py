@@ -202,14 +202,16 @@ class Session:
 
     def close(self) -> None:
         """Finish what was begun, if it can be, and end the thread and the group."""
-        if self.overlap is not None:
-            try:
-                if self._step is None:  # else other ranks may wait for buckets that never come
-                    self.overlap.deferred.settle_all()
-            except CommSchedError as error:
-                logger.error("optimizer steps are lost: %s", error)
-            self.overlap.close()
-        self.engine.close()
+        try:
+            # Within a backward other ranks may wait for buckets that will never come.
+            if self.overlap is not None and self._step is None:
+                self.overlap.deferred.settle_all()
+        except CommSchedError as error:
+            logger.error("optimizer steps are lost: %s", error)
+        finally:
+            if self.overlap is not None:
+                self.overlap.close()
+            self.engine.close()
 
     def _wait(self, done: Callable[[], object]) -> None:
         """Wait until `done()`. An error is left to the jobs' results: they raise in the reducer."""
