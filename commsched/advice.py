@@ -11,11 +11,12 @@ from commsched.profile import ParamTimes, Profile
 from commsched.settings import MB, Settings
 from commsched.simulate import simulate
 
-__all__ = ["CAPS_MB", "WORTH", "Advice", "advise", "rebucketed"]
+__all__ = ["CAPS_MB", "Advice", "advise", "rebucketed"]
 
 CAPS_MB = (1, 2, 4, 8, 16, 25, 50)
 HOOK_S = 1e-4  # what one more bucket costs the training thread: autograd, the hook, the future
-WORTH = 0.02  # of the step time: below that a change is not worth a line in a log
+WORTH = 0.02  # of the step time, and
+WORTH_S = 2e-3  # a step: below that a change is not worth a line in a log
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,13 @@ class Advice:
         """The share of the step time that the best cap is predicted to save."""
         return 1.0 - self.best_s / self.present_s if self.present_s > 0 else 0.0
 
+    @property
+    def worth_it(self) -> bool:
+        """Whether anybody would notice the gain."""
+        return self.gain >= WORTH and self.present_s - self.best_s >= WORTH_S
+
     def __str__(self) -> str:
-        if self.gain < WORTH:
+        if not self.worth_it:
             return f"DDP's buckets are fine: nothing to change (step {self.present_s * 1e3:.0f} ms)"
         return (
             f"DDP's bucket_cap_mb={self.best_cap_mb} is predicted to save {self.gain:.0%} of the "

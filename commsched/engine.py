@@ -66,6 +66,7 @@ class Engine:
         self._beat_s = time.monotonic()  # when the engine's thread was last seen to move
         self._stopping = threading.Event()
         self._announce = False
+        self._retiring = False
         self._iteration = Iteration(self.planner.unmeasured, None)
         self._held: deque[Callable[[], None]] = deque()  # events of an iteration begun too early
         self._in_flight: list[Run] = []
@@ -140,11 +141,19 @@ class Engine:
             self.wait(job.done.is_set)
         self.raise_error()
 
+    def on_its_thread(self) -> bool:
+        """Whether the caller is the engine's own thread: garbage collection may run there."""
+        return threading.current_thread() is self._thread
+
+    def retire(self) -> None:
+        """Close as soon as nothing is outstanding; does not wait."""
+        self._retiring = True
+        self._queue.put(lambda: None)
+
     def close(self) -> None:
         """End the thread and the group. Unfinished jobs get an error. Safe to call again."""
         self.fail(CommSchedError(CLOSED), announce=False)
-        # Garbage collection may run this on the engine's own thread.
-        if threading.current_thread() is not self._thread:
+        if not self.on_its_thread():
             self._thread.join(3 * TICK_S)
             if self._thread.is_alive():
                 logger.warning("the engine's thread is still waiting for other ranks")
@@ -195,6 +204,8 @@ class Engine:
         self._pump(lane)
         while self._close_iteration(lane):
             self._pump(lane)
+        if self._retiring and not self._outstanding.jobs():
+            self.fail(CommSchedError(CLOSED), announce=False)
 
     def _pump(self, lane: Lane) -> None:
         """Issue what may go, then decode what has come, then encode the next one ahead.

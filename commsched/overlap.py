@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from commsched import policies
-from commsched.advice import WORTH, advise
+from commsched.advice import advise
 from commsched.deferred import Deferred
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
@@ -167,7 +167,7 @@ class Overlap:
         self._advised = profile
         if torch.distributed.get_rank(self._group) == 0:
             advice = advise(profile, settings, policies.get(settings.policy))
-            logger.log(logging.INFO if advice.gain < WORTH else logging.WARNING, "%s", advice)
+            logger.log(logging.WARNING if advice.worth_it else logging.INFO, "%s", advice)
 
     def close(self) -> None:
         """Leave the model and the optimizers alone from now on."""

@@ -202,6 +202,10 @@ class Session:
 
     def close(self) -> None:
         """Finish what was begun, if it can be, and end the thread and the group."""
+        if self.engine.on_its_thread():
+            # Garbage collection, of a model whose parameters may live on: they will settle.
+            self.engine.retire()
+            return
         try:
             # Within a backward other ranks may wait for buckets that will never come.
             if self.overlap is not None and self._step is None:

@@ -91,7 +91,7 @@ def _on_the_wire(plan: Plan, profile: Profile) -> Iterator[TaskTimes]:
     """Issue in plan order: the head waits until it is ready, then until credit allows it."""
     now_s = free_s = 0.0
     used = 0
-    in_flight: deque[tuple[float, int]] = deque()  # end, encoded bytes; they end in order
+    in_flight: deque[tuple[float, int]] = deque()  # end, encoded bytes; also of some that ended
     scattered_s: dict[Chunk, float] = {}
     for task in plan.tasks:
         if task.op == "all_gather":
@@ -99,9 +99,7 @@ def _on_the_wire(plan: Plan, profile: Profile) -> Iterator[TaskTimes]:
         else:
             ready_s = max(profile.ready_s[piece.bucket] for piece in task.chunk.pieces)
         now_s = max(now_s, ready_s)
-        while in_flight and (
-            in_flight[0][0] <= now_s or used + task.wire_bytes > plan.credit_bytes
-        ):
+        while in_flight and used + task.wire_bytes > plan.credit_bytes:
             end_s, nbytes = in_flight.popleft()
             now_s = max(now_s, end_s)
             used -= nbytes

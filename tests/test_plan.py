@@ -18,6 +18,8 @@ from commsched import codecs, policies
 from commsched.errors import CommSchedError
 from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece, cut
 from commsched.plan import Plan, Task, agree
+from commsched.policies import fifo
+from commsched.profile import Profile
 from commsched.settings import MB, Settings
 
 DTYPES = ("float32", "float64", "float16", "int64", "complex64")
@@ -54,16 +56,21 @@ def effective_settings(draw: st.DrawFn) -> Settings:
         codec=draw(st.sampled_from(codecs.names())),
         chunk_mb=draw(sizes),
         fusion_mb=draw(sizes | st.just(0.0)),
+        credit_mb=draw(sizes | st.just(0.0)),
     )
 
 
+def blank(layout: Layout) -> Profile:
+    return Profile.unmeasured(layout, 2)
+
+
 def plan_of(layout: Layout, chosen: Settings) -> Plan:
-    return policies.get(chosen.policy)(layout, chosen)
+    return policies.get(chosen.policy)(blank(layout), chosen)
 
 
 any_plan = st.builds(plan_of, layouts(), effective_settings())
 LAYOUT = Layout((bucket("head", 30, 4), bucket("body", 900), bucket("table", 50, sparse=True)))
-SMALL = Settings(chunk_mb=1024 / MB, fusion_mb=256 / MB, codec="bf16")
+SMALL = Settings(policy="fifo", chunk_mb=1024 / MB, fusion_mb=256 / MB, codec="bf16")
 
 
 # ---------------------------------------------------------------- policies
@@ -74,8 +81,8 @@ SMALL = Settings(chunk_mb=1024 / MB, fusion_mb=256 / MB, codec="bf16")
 @settings(deadline=None)
 def test_policies_are_pure(name: str, layout: Layout, chosen: Settings) -> None:
     policy = policies.get(name)
-    first = policy(layout, chosen)
-    again = policy(pickle.loads(pickle.dumps(layout)), pickle.loads(pickle.dumps(chosen)))
+    first = policy(blank(layout), chosen)
+    again = policy(*pickle.loads(pickle.dumps((blank(layout), chosen))))
     assert again == first
     assert again.digest == first.digest
     assert first.policy == name
@@ -86,7 +93,7 @@ def test_policies_are_pure(name: str, layout: Layout, chosen: Settings) -> None:
 @given(layout=layouts(), chosen=effective_settings())
 @settings(deadline=None)
 def test_plans_carry_every_element_once(name: str, layout: Layout, chosen: Settings) -> None:
-    plan = policies.get(name)(layout, chosen)
+    plan = policies.get(name)(blank(layout), chosen)
     counts = [torch.zeros(spec.numel, dtype=torch.int) for spec in layout.buckets]
     for task in plan.tasks:
         for piece in task.chunk.pieces:
@@ -99,7 +106,7 @@ def test_plans_carry_every_element_once(name: str, layout: Layout, chosen: Setti
 @given(layout=layouts(), chosen=effective_settings())
 @settings(deadline=None)
 def test_only_the_codec_that_was_asked_for(name: str, layout: Layout, chosen: Settings) -> None:
-    for task in policies.get(name)(layout, chosen).tasks:
+    for task in policies.get(name)(blank(layout), chosen).tasks:
         dtype = getattr(torch, task.chunk.dtype)
         supported = codecs.get(chosen.codec).supports(dtype) and not task.chunk.sparse
         assert task.codec == (chosen.codec if supported else "none")
@@ -108,10 +115,21 @@ def test_only_the_codec_that_was_asked_for(name: str, layout: Layout, chosen: Se
 @given(layouts(), effective_settings())
 @settings(deadline=None)
 def test_fifo_is_bucket_order(layout: Layout, chosen: Settings) -> None:
-    plan = policies.get("fifo")(layout, chosen)
+    plan = policies.get("fifo")(blank(layout), chosen)
     chunks = tuple(task.chunk for task in plan.tasks)
     assert chunks == cut(layout, chosen.chunk_bytes, chosen.fusion_bytes)
     assert {task.op for task in plan.tasks} <= {"all_reduce"}
+    assert plan.credit_bytes == (chosen.credit_bytes or fifo.CREDIT_BYTES)
+
+
+def test_fifo_chooses_sizes_where_the_user_does_not() -> None:
+    large = Layout((bucket("layer", 5 * MB),))
+    plan = plan_of(large, Settings(policy="fifo"))
+    assert max(task.chunk.nbytes for task in plan.tasks) == fifo.CHUNK_BYTES
+    assert plan.credit_bytes == fifo.CREDIT_BYTES
+    chosen = Settings(policy="fifo", chunk_mb=2.0, credit_mb=3.0)
+    assert max(task.chunk.nbytes for task in plan_of(large, chosen).tasks) == 2 * MB
+    assert plan_of(large, chosen).credit_bytes == 3 * MB
 
 
 # ---------------------------------------------------------------- the plan
@@ -145,7 +163,11 @@ def test_print_mentions_every_task_and_its_first_parameters(plan: Plan) -> None:
 
 
 @given(any_plan)
-@example(plan_of(Layout((bucket("layer", 64, 64, 64, 64, 64),)), Settings(chunk_mb=256 / MB)))
+@example(
+    plan_of(
+        Layout((bucket("layer", 64, 64, 64, 64, 64),)), Settings(policy="fifo", chunk_mb=256 / MB)
+    )
+)
 @settings(deadline=None)
 def test_a_described_task_names_a_parameter_that_it_carries(plan: Plan) -> None:
     for task in plan.tasks:
@@ -155,7 +177,7 @@ def test_a_described_task_names_a_parameter_that_it_carries(plan: Plan) -> None:
 
 
 CHUNK = Chunk((Piece(0, 0, 34),), "float32")
-PLAN = Plan("fifo", LAYOUT, (Task(0, "all_reduce", CHUNK, "none"),))
+PLAN = Plan("fifo", LAYOUT, (Task(0, "all_reduce", CHUNK, "none"),), 1000)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +186,7 @@ PLAN = Plan("fifo", LAYOUT, (Task(0, "all_reduce", CHUNK, "none"),))
         dataclasses.replace(PLAN, policy="other"),
         dataclasses.replace(PLAN, layout=Layout(LAYOUT.buckets[:2])),
         dataclasses.replace(PLAN, tasks=()),
+        dataclasses.replace(PLAN, credit_bytes=1001),
         dataclasses.replace(PLAN, tasks=(*PLAN.tasks, Task(1, "all_reduce", CHUNK, "none"))),
         dataclasses.replace(PLAN, tasks=(Task(1, "all_reduce", CHUNK, "none"),)),
         dataclasses.replace(PLAN, tasks=(Task(0, "all_gather", CHUNK, "none"),)),
@@ -270,7 +293,8 @@ def agree_on(
 
 
 def with_chunks(nbytes: int) -> Policy:
-    return lambda layout: plan_of(layout, Settings(chunk_mb=nbytes / MB, fusion_mb=0.0))
+    chosen = Settings(policy="fifo", chunk_mb=nbytes / MB, fusion_mb=0.0)
+    return lambda layout: plan_of(layout, chosen)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

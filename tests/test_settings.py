@@ -74,7 +74,7 @@ def test_float_names_carry_their_unit() -> None:
 
 
 def test_choices_are_those_of_the_registries() -> None:
-    assert SPECS["policy"].choices == policies.names()
+    assert SPECS["policy"].choices == (policies.AUTO, *policies.names())
     assert SPECS["codec"].choices == codecs.names()
 
 
