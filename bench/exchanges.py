@@ -1,10 +1,9 @@
-"""How fast dense chunks are averaged: ring all-reduce, or all-to-all + local sum + all-gather.
+"""How fast dense chunks are averaged: all-reduce (ring), or reduce-scatter (rs) + all-gather (a2a).
 
-    python bench/exchanges.py --rate-mbit 1000 --ranks 2 --json out.json
+    python bench/links.py --ranks 2 --rate-mbit 1000 -- python bench/exchanges.py --rate-mbit 1000
 
 No model and no engine: chunks of one tensor go out in order, a fixed number in flight, driven as
-commsched's engine and lane do. The exchanges take turns. Times are those of the slowest rank,
-medians over the rounds.
+commsched's engine and lane do. The exchanges take turns. Medians of the slowest rank's times.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import queue
 import sys
 import threading
@@ -30,15 +28,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from bench.launch import launch, open_links
 from commsched import exchange
 from commsched.group import Board, Group, Membership
 
 KIB = 2**10
 CHUNKS_KIB = (128, 256, 512, 1024, 2048, 4096)
 IN_FLIGHT = (1, 2, 4)
-ALONE_KIB = (64, 256, 1024)  # one chunk on an idle link, `ALONE_TIMES` a round
-ALONE_TIMES = 8
+ALONE_KIB, ALONE_TIMES = (64, 256, 1024), 8  # one chunk on an idle link, so often a round
+FIELDS = ("exchange", "chunk_kib", "in_flight", "seconds", "cpu_s")
 Way = Callable[[Group, torch.Tensor, exchange.Pool], exchange.Stages]
 Figures = dict[tuple[str, int, int], list[list[float]]]
 
@@ -47,10 +44,17 @@ def _ring(group: Group, wire: torch.Tensor, _pool: exchange.Pool) -> exchange.St
     return exchange.get("ring_all_reduce")(group, wire.mul_(1 / group.size))
 
 
+def _rs(group: Group, wire: torch.Tensor, pool: exchange.Pool) -> exchange.Stages:
+    return exchange.reduce_scatter(group, wire.mul_(1 / group.size), pool)
+
+
 def _a2a(group: Group, wire: torch.Tensor, pool: exchange.Pool) -> exchange.Stages:
     # Both halves in one go only here, where all ranks resume chunks in the same order.
-    yield from exchange.reduce_scatter(group, wire.mul_(1 / group.size), pool)
+    yield from _rs(group, wire, pool)
     return (yield from exchange.all_gather(group, wire, pool))
+
+
+WAYS: dict[str, Way] = {"ring": _ring, "a2a": _a2a, "rs": _rs}  # rs: half the bytes
 
 
 def _drive(group: Group, way: Way, chunks: list[torch.Tensor], most: int) -> None:
@@ -99,69 +103,48 @@ def _measure(group: Group, total_mb: float, rounds: int) -> Figures:
     figures: Figures = {}
     for kib, most in cases[-1:] + cases * rounds:  # a first one to warm up
         chunks = list(grads.split(kib * KIB // 4))
-        for name, way in {"ring": _ring, "a2a": _a2a}.items():
+        for name, way in WAYS.items():
             for chosen in [chunks] if most else [chunks[:1]] * ALONE_TIMES:
                 took = _timed(lambda: _drive(group, way, chosen, max(1, most)))  # noqa: B023
                 figures.setdefault((name, kib, most), []).append(took)
     return figures
 
 
-def _rank(options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    member = Membership(dist.group.WORLD)
-    group = Group(member, Board(member), max(IN_FLIGHT) + 2, 60.0)
-    fields = ("exchange", "chunk_kib", "in_flight", "seconds", "cpu_s")
-    figures = _measure(group, options.total_mb, options.rounds)
-    rows = [(*key, *map(median, zip(*took, strict=True))) for key, took in figures.items()]
-    if group.rank == 0:
-        print(json.dumps([dict(zip(fields, row, strict=True)) for row in rows]), flush=True)
-    dist.barrier()
-
-
-def _print(rows: list[dict[str, Any]], line_s: float, title: str) -> None:
-    table = Table(title=title)
+def _table(rows: list[dict[str, Any]], line_s: float) -> Table:
+    table = Table()
     for head in ("chunk KiB", "in flight", "exchange", "ms", "of line rate", "CPU ms a rank"):
         table.add_column(head, justify="right")
     for row in sorted(rows, key=lambda row: (not row["in_flight"], row["chunk_kib"])):
-        many = row["in_flight"] > 0
-        ms = [f"{1e3 * row[name]:.{1 if many else 2}f}" for name in ("seconds", "cpu_s")]
-        share = f"{line_s / row['seconds']:.3f}" if many and line_s else ""
-        most = str(row["in_flight"] or "alone")
-        table.add_row(str(row["chunk_kib"]), most, row["exchange"], ms[0], share, ms[1])
-    Console().print(table)
+        name, most = row["exchange"], row["in_flight"]
+        seconds, cpu_s = row["seconds"], row["cpu_s"]
+        share = f"{line_s / seconds / (2 if name == 'rs' else 1):.3f}" if most and line_s else ""
+        times = f"{1e3 * seconds:.2f}", share, f"{1e3 * cpu_s:.2f}"
+        table.add_row(str(row["chunk_kib"]), str(most or "alone"), name, *times)
+    return table
 
 
-def main() -> int:
-    """The command line of `bench/exchanges.py`."""
+def main() -> None:
+    """One rank of the measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate-mbit", type=float, help="egress of each rank; unshaped if left out")
-    parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--rate-mbit", type=float, help="that of the link, to compare with")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--total-mb", type=float, default=100.0, help="gradients, in 1e6 bytes")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        _rank(options)
-        return 0
-    lines: list[str] = []
-    env = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with open_links(options.ranks, options.rate_mbit, options.loopback) as links:
-        results = launch(
-            links, [sys.executable, *sys.argv], 600.0, env, lambda _, line, __: lines.append(line)
-        )
-    if any(result.status != "ok" for result in results):
-        print(*lines, *results, sep="\n", file=sys.stderr)
-        return 1
-    rows = next(json.loads(line) for line in lines if line.startswith("["))
-    sent_mb = 2 * (options.ranks - 1) / options.ranks * options.total_mb
-    line_s = sent_mb * 8 / options.rate_mbit if options.rate_mbit else 0.0
-    _print(rows, line_s, f"{options.ranks} ranks, {options.rate_mbit} Mbit/s, {sent_mb:g} MB sent")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"arguments": sys.argv[1:], "rows": rows}) + "\n")
-    return 0
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    member = Membership(dist.group.WORLD)
+    group = Group(member, Board(member), max(IN_FLIGHT) + 2, 60.0)
+    figures = _measure(group, options.total_mb, options.rounds)
+    medians = [(*key, *map(median, zip(*took, strict=True))) for key, took in figures.items()]
+    if group.rank == 0:
+        rows = [dict(zip(FIELDS, row, strict=True)) for row in medians]
+        sent_mb = 2 * (group.size - 1) / group.size * options.total_mb
+        Console(width=88).print(_table(rows, sent_mb * 8 / (options.rate_mbit or float("inf"))))
+        if options.json is not None:
+            options.json.write_text(json.dumps({"arguments": sys.argv[1:], "rows": rows}) + "\n")
+    dist.barrier()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

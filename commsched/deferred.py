@@ -8,6 +8,7 @@ user's own optimizer does the stepping, and no use of a parameter is missed (see
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ from commsched.recorder import Recorder
 
 __all__ = ["Deferred"]
 
+ELSEWHERE = (
+    "another thread reads a parameter or gradient whose deferred step has not run; call "
+    "state.synchronize() in the training thread before, or leave optimizer= out"
+)
 REPLACED = (
     "p.grad was replaced between backward() and step(), while gradients were being summed; call "
     "state.synchronize() before, or leave optimizer= out"
@@ -69,6 +74,7 @@ class Deferred(Listener):
         self._used: set[int] = set()
         self._scale: torch.Tensor | None = None
         self._said: set[str] = set()
+        self._thread = threading.get_ident()  # the training thread
         self.handovers = [Handover(optimizer, self) for optimizer in optimizers]
         listen(self)
 
@@ -128,6 +134,7 @@ class Deferred(Listener):
             CommSchedError: gradients were changed since backward(); or a closure is given to an
                 optimizer that may call it more than once.
         """
+        self._thread = threading.get_ident()
         loss = None
         if closure is not None:
             loss = self._evaluate(handover, closure)
@@ -161,6 +168,8 @@ class Deferred(Listener):
         Raises:
             CommSchedError: communication failed, or its gradient was changed meanwhile.
         """
+        if threading.get_ident() != self._thread:
+            raise CommSchedError(ELSEWHERE)
         due = self._ledger.due.get(id(tensor))
         if due is not None:
             self._observed(tensor)

@@ -8,7 +8,8 @@ with the hyper-parameters as they were when the user called `step()`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
+from commsched import coupling
 from commsched.errors import CommSchedError
 
-__all__ = ["Handover", "Listener", "Recorded", "accept", "listen"]
-
-# They compute something over all their parameters, or evaluate the loss themselves.
-_COUPLED = ("LBFGS", "SAM", "Prodigy", "DAdapt", "ScheduleFree", "ZeroRedundancy", "PostLocalSGD")
+__all__ = ["Handover", "Listener", "Recorded", "accept", "listen", "refuse_taken"]
 
 Step = Callable[..., Any]
 
@@ -61,7 +62,8 @@ def accept(optimizer: Any) -> tuple[Optimizer, ...]:
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     found = tuple(_unwrap(one) for one in given)
     for one in found:
-        _refuse_coupled(one)
+        if (why := coupling.named_coupled(one)) is not None:
+            raise coupling.refuse(one, why)
     if len({id(one) for one in found}) != len(found) or not found:
         raise CommSchedError("State(optimizer=...) takes one optimizer or a list of different ones")
     return found
@@ -80,17 +82,6 @@ def _unwrap(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _refuse_coupled(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    if differentiable or any(part.lower() in name.lower() for part in _COUPLED):
-        raise CommSchedError(
-            f"{name} cannot be handed over: its step is not a sum of steps of single parameters"
-            f"{' (differentiable=True)' if differentiable else ''}. Leave optimizer= out; "
-            "gradients are then averaged when backward() returns"
-        )
-
-
 class Handover:
     """One optimizer whose `step` and `zero_grad` we answer, until `give_back`.
 
@@ -102,15 +93,11 @@ class Handover:
     """
 
     def __init__(self, optimizer: Optimizer, listener: Listener) -> None:
-        other = optimizer.__dict__.get("_commsched")
-        if other is not None and (holder := other()) is not None and not holder.given_back:
-            raise CommSchedError(
-                f"this {type(optimizer).__name__} is handed over to another commsched.State; one "
-                "optimizer serves one State (close() the other one first)"
-            )
+        refuse_taken(optimizer)
         self.optimizer = optimizer
         self.given_back = False
         self._original: Step = optimizer.step
+        self._proved = coupling.trusted(optimizer)
         # The optimizer's methods must not keep us alive.
         me, them = weakref.ref(self), weakref.ref(listener)
         optimizer.__dict__["_commsched"] = me
@@ -174,16 +161,34 @@ class Handover:
             return "the optimizer has step hooks, which expect a whole step"
         return None
 
-    def whole_step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def whole_step(self) -> None:
         """The user's own step, as it was, with a check that it can be deferred later on.
 
         Raises:
-            CommSchedError: the step left traces that couple the parameters.
+            CommSchedError: it turns out that the step couples the parameters.
         """
-        before = self._traces(self.optimizer)
-        result = self._original(closure) if closure is not None else self._original()
-        self._compare(before, self._traces(self.optimizer))
-        return result
+        before = coupling.traces(self.optimizer)
+        same = True
+        if self._proved:
+            self._original()
+        else:
+            self._proved = True
+            same = coupling.equal_in_parts(self.optimizer, self._original, self._part)
+        why = coupling.changed(before, coupling.traces(self.optimizer))
+        if why is None and not same:
+            why = "two steps of half its parameters gave another result than one step of all"
+        if why is not None:
+            raise coupling.refuse(self.optimizer, why)
+
+    def _part(self, params: Sequence[nn.Parameter]) -> None:
+        chosen = {id(param) for param in params}
+        rows = [
+            (index, param, param.grad)
+            for index, group in enumerate(self.optimizer.param_groups)
+            for param in group["params"]
+            if id(param) in chosen
+        ]
+        self._run(self.record(), rows)
 
     def record(self) -> Recorded:
         """The groups' hyper-parameters, as they are now."""
@@ -202,7 +207,17 @@ class Handover:
         Args:
             recorded: the hyper-parameters.
             rows: index of the group, parameter, gradient.
+
+        Raises:
+            CommSchedError: it turns out that the step couples the parameters.
         """
+        why = self._run(recorded, rows)
+        if why is not None:
+            raise coupling.refuse(self.optimizer, why)
+
+    def _run(
+        self, recorded: Recorded, rows: Iterable[tuple[int, nn.Parameter, torch.Tensor | None]]
+    ) -> str | None:
         shadow = object.__new__(type(self.optimizer))
         shadow.__dict__ = dict(self.optimizer.__dict__)
         groups: dict[int, dict[str, Any]] = {}
@@ -214,39 +229,29 @@ class Handover:
             saved.append((param, param.grad))
             param.grad = grad
         shadow.param_groups = list(groups.values())
-        before = self._traces(shadow)
+        before = coupling.traces(shadow)
         step: Step = getattr(type(self.optimizer).step, "__wrapped__", type(self.optimizer).step)
         try:
-            # As it would run after backward, whatever the forward that asked for it is doing.
-            with torch.inference_mode(False), torch.enable_grad(), _no_autocast():
+            with _as_after_backward():
                 step(shadow)
         finally:
             for param, users in saved:
                 param.grad = users
-        self._compare(before, self._traces(shadow))
+        return coupling.changed(before, coupling.traces(shadow))
 
-    @staticmethod
-    def _traces(optimizer: Optimizer) -> dict[str, Any]:
-        """What a step over single parameters must leave alone."""
-        traces = {
-            name: value
-            for name, value in optimizer.__dict__.items()
-            if name not in ("state", "param_groups") and not name.startswith("_")
-        }
-        for index, group in enumerate(optimizer.param_groups):
-            traces |= {f"group {index} {k}": v for k, v in group.items() if k != "params"}
-        traces["state for no parameter"] = sum(
-            not isinstance(key, torch.Tensor) for key in optimizer.state
+
+def refuse_taken(optimizer: Optimizer) -> None:
+    """Raise if a living State has this optimizer.
+
+    Raises:
+        CommSchedError: it has.
+    """
+    other = optimizer.__dict__.get("_commsched")
+    if other is not None and (holder := other()) is not None and not holder.given_back:
+        raise CommSchedError(
+            f"this {type(optimizer).__name__} is handed over to another commsched.State; one "
+            "optimizer serves one State (close() the other one first)"
         )
-        return traces
-
-    def _compare(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        changed = [name for name in after if before.get(name) is not after[name]]
-        if changed:
-            raise CommSchedError(
-                f"{type(self.optimizer).__name__} cannot be handed over: its step() changed "
-                f"{', '.join(changed)}, so its parameters are coupled. Leave optimizer= out"
-            )
 
 
 def before_foreign_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -280,5 +285,16 @@ def _settle(them: weakref.ref[Listener]) -> None:
         listener.settle_all()
 
 
-def _no_autocast() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
+@contextmanager
+def _as_after_backward() -> Iterator[None]:
+    """An optimizer's usual surroundings, whatever the forward that asks for its step is doing."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    with (
+        temporarily_clear_interpreter_stack() if transformed else nullcontext(),  # torch.func
+        _disable_current_modes(),  # fake tensors and the like
+        torch._C.DisableTorchFunction(),
+        torch.autocast("cpu", enabled=False),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        yield

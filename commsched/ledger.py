@@ -13,6 +13,7 @@ from commsched.engine import Engine
 from commsched.errors import CommSchedError
 from commsched.handover import Handover, Recorded
 from commsched.jobs import Job
+from commsched.layout import first_names
 from commsched.pending import unmark
 from commsched.recorder import Recorder
 
@@ -139,8 +140,18 @@ class Ledger:
             del self.due[id(due.sum.param)]
             unmark(due.sum.param)
             unmark(due.grad)
-        for recorded in dict.fromkeys(due.recorded for due in ready):
-            self._run_together([due for due in ready if due.recorded is recorded])
+        try:
+            for recorded in dict.fromkeys(due.recorded for due in ready):
+                self._run_together([due for due in ready if due.recorded is recorded])
+        except BaseException as error:
+            names = first_names(self._names[id(due.sum.param)] for due in ready)
+            self._engine.fail(
+                CommSchedError(
+                    f"the optimizer raised {type(error).__name__} in the deferred step of {names}, "
+                    "which is lost; restart the process from a checkpoint"
+                )
+            )
+            raise
         job.version = job.result._version  # some optimizers change gradients
 
     def _run_together(self, dues: list[Due]) -> None:

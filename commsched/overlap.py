@@ -20,6 +20,7 @@ from commsched.advice import advise
 from commsched.deferred import Deferred
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
+from commsched.handover import refuse_taken
 from commsched.jobs import Job
 from commsched.layout import BucketSpec
 from commsched.model import compiled_wrappers
@@ -66,8 +67,8 @@ class Overlap:
         self._handles = self._hook(ddp)
 
     @staticmethod
-    def refuse(ddp: DistributedDataParallel | None) -> None:
-        """Raise if optimizers cannot be handed over for this model.
+    def refuse(ddp: DistributedDataParallel | None, optimizers: Sequence[Optimizer]) -> None:
+        """Raise if these optimizers cannot be handed over for this model.
 
         Raises:
             CommSchedError: says why, and what to do.
@@ -83,6 +84,8 @@ class Overlap:
                 "gradient_as_bucket_view=True): without it DDP copies gradients out of its "
                 "buckets before they are summed"
             )
+        for optimizer in optimizers:
+            refuse_taken(optimizer)
 
     # ---- a step ----------------------------------------------------------------------------
 
@@ -178,15 +181,17 @@ class Overlap:
     # ---- hooks on the model ----------------------------------------------------------------
 
     def _hook(self, ddp: DistributedDataParallel) -> list[Any]:
-        handles = [
-            module.register_forward_pre_hook(settle_own)
-            for module in ddp.module.modules()
-            if any(True for _ in module.parameters(recurse=False))
-        ]
+        scripted = False
+        handles: list[Any] = []
+        for module in ddp.module.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no such hooks, nor our classes
+                scripted = True
+            elif any(True for _ in module.parameters(recurse=False)):
+                handles.append(module.register_forward_pre_hook(settle_own))
         handles.append(ddp.register_forward_pre_hook(_Edge(self.forward_begins)))
         handles.append(ddp.register_forward_hook(_Edge(self.forward_ends)))
         wrappers, traced = compiled_wrappers(ddp)
-        self.deferred.whole_forward = bool(wrappers) or traced
+        self.deferred.whole_forward = bool(wrappers) or traced or scripted
         self.deferred.whole_step = traced
         handles += [
             one.register_forward_pre_hook(_Edge(self.deferred.settle_all)) for one in wrappers

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "Owner",
@@ -52,8 +51,8 @@ class _Waiting(torch.Tensor):
         if func in _VALUE_FREE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for leaf in tree_leaves((args, kwargs)):
-            settle(leaf)
+        _settle_within(args)
+        _settle_within(kwargs)
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -76,7 +75,7 @@ class Unsummed(_Waiting):
 
 
 _PROPERTIES = (
-    *("grad", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim"),
+    *("grad", "grad_fn", "requires_grad", "is_leaf", "shape", "dtype", "device", "layout", "ndim"),
     *("is_sparse", "is_cuda", "is_cpu", "is_meta", "_version"),
     *("_backward_hooks", "_post_accumulate_grad_hooks"),
 )
@@ -94,7 +93,21 @@ _VALUE_FREE = {
     torch.Tensor.is_contiguous,
     torch.Tensor.is_floating_point,
     torch.Tensor.is_complex,
+    torch.is_floating_point,
+    torch.is_complex,
 }
+
+
+def _settle_within(value: Any) -> None:
+    # As torch itself takes arguments apart: into subclasses of list and tuple too.
+    if isinstance(value, torch.Tensor):
+        settle(value)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _settle_within(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _settle_within(one)
 
 
 def can_pend(param: torch.Tensor) -> bool:

@@ -74,7 +74,7 @@ class Session:
         ddp = buckets.ddp
         # Before any thread is started, since it may refuse.
         if optimizers:
-            Overlap.refuse(ddp)
+            Overlap.refuse(ddp, optimizers)
         self.engine = Engine(
             Membership(process_group, buckets.digest), settings, feedback, bool(optimizers)
         )

@@ -19,6 +19,7 @@ from commsched.engine import CLOSED
 from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Membership
 from commsched.handover import accept
+from commsched.jobs import Poison
 from commsched.model import Buckets, find_ddp
 from commsched.report import Report, inactive
 from commsched.session import Session
@@ -136,7 +137,13 @@ class State:
             if reason is not None:
                 return self._leave(bucket, reason)
         if self._session is None:
-            self._session = self._begin()
+            try:
+                self._session = self._begin()
+            except CommSchedError as error:
+                # Raised here it would leave the reducer broken; raised by its use it does not.
+                future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+                future.set_result(Poison(bucket.buffer(), error))
+                return future
         return self._session.on_bucket(bucket)
 
     def _why_not(self, bucket: GradBucket) -> str | None:
