@@ -22,7 +22,7 @@ from commsched.errors import CommSchedError
 from commsched.handover import Handover, Listener, listen
 from commsched.jobs import Job
 from commsched.layout import first_names
-from commsched.ledger import Due, Ledger, Sum, refuse_touched
+from commsched.ledger import Due, Ledger, Sum
 from commsched.pending import Unsummed, can_pend, mark_grad, mark_param, unmark
 from commsched.recorder import Recorder
 
@@ -72,7 +72,6 @@ class Deferred(Listener):
         self._ledger = Ledger(engine, recorder, self._names)
         self._late: set[int] = set()  # settled only when forward ended
         self._used: set[int] = set()
-        self._scale: torch.Tensor | None = None
         self._said: set[str] = set()
         self._thread = threading.get_ident()  # the training thread
         self.handovers = [Handover(optimizer, self) for optimizer in optimizers]
@@ -89,7 +88,7 @@ class Deferred(Listener):
             self._say("the model is compiled: deferred steps run when its forward begins")
         due = self._ledger.due
         self._ledger.run([one for key, one in due.items() if key in self._unseen])
-        if self.observing:
+        if self.observing and not self.whole_forward:
             observer = _Observer(self._observed)
             for param in self._ours():
                 if id(param) in self._names and id(param) not in due:
@@ -115,7 +114,6 @@ class Deferred(Listener):
                 "not its module or its forward(), or state.synchronize() before"
             )
         self._ledger.sums.clear()
-        self._scale = None
         self._unmark_all()
 
     def expect(self, job: Job, params: Sequence[torch.Tensor]) -> None:
@@ -156,7 +154,7 @@ class Deferred(Listener):
         """Measuring is over: those of `params` (ids) that were not seen to be read step early."""
         self._unseen = {one for one in params if one in self._names} - self._used
         if self._unseen:
-            names = [self._names[one] for one in self._unseen]
+            names = first_names(self._names[one] for one in self._unseen)
             logger.info("not seen to be read, so stepped when forward begins: %s", names)
         self._used.clear()
 
@@ -189,16 +187,7 @@ class Deferred(Listener):
         Raises:
             CommSchedError: communication failed, or gradients were changed meanwhile.
         """
-        ledger, scale = self._ledger, self._scale
-        bare = [
-            one.grad
-            for key, one in ledger.sums.items()
-            if key not in ledger.due and not one.job.visible and one.grad is not None
-        ]
-        ledger.finish()
-        if scale is not None and bare:  # recorded steps have applied it already
-            torch._foreach_mul_(bare, scale)
-        self._scale = None
+        self._ledger.finish()
 
     def before_step_of(self, optimizer: Optimizer) -> None:
         """An optimizer steps for real: where it was not handed over, it must find whole sums."""
@@ -212,22 +201,23 @@ class Deferred(Listener):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """See `State.clip_grad_norm_`."""
-        sums = list(self._ledger.sums.values())
-        self._ledger.wait_for(sums)
-        for job in dict.fromkeys(one.job for one in sums if not one.job.visible):
-            refuse_touched(job)
+        ledger = self._ledger
+        ledger.wait_for(ledger.sums.values())
+        ledger.refuse_touched()
+        ledger.scale(ledger.sums.values())  # a second clipping starts from the first one's outcome
         params = [param for param in self._params if param.grad is not None]
         grads = [param.grad for param in params if param.grad is not None]
         for grad in grads:
             unmark(grad)
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
         # The factor that torch's clip_grad_norm_ would multiply with, now.
-        self._scale = scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for param, grad in zip(params, grads, strict=True):
-            one = self._ledger.sums.get(id(param))
+            one = ledger.sums.get(id(param))
             if one is None or one.job.visible:
-                grad.mul_(scale)
+                grad.mul_(factor)
             else:
+                one.grad, one.factor = grad, factor
                 mark_grad(grad, self)
         return norm
 
@@ -255,8 +245,8 @@ class Deferred(Listener):
                 else:
                     if one.grad is not None and one.grad is not grad:
                         raise CommSchedError(REPLACED)
-                    refuse_touched(one.job)
-                    ledger.add(Due(one, grad, handover, recorded, group, self._scale))
+                    one.job.refuse_touched()
+                    ledger.add(Due(one, grad, handover, recorded, group))
                     mark_param(param, self)
         if now:
             ledger.timed([row[1] for row in now], lambda: handover.run(recorded, now))

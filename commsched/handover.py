@@ -289,12 +289,18 @@ def _settle(them: weakref.ref[Listener]) -> None:
 def _as_after_backward() -> Iterator[None]:
     """An optimizer's usual surroundings, whatever the forward that asks for its step is doing."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    with (
-        temporarily_clear_interpreter_stack() if transformed else nullcontext(),  # torch.func
-        _disable_current_modes(),  # fake tensors and the like
-        torch._C.DisableTorchFunction(),
-        torch.autocast("cpu", enabled=False),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        yield
+    jit: Any = torch._C
+    tracing = jit._get_tracing_state()  # torch.jit.trace would record the step
+    jit._set_tracing_state(None)
+    try:
+        with (
+            temporarily_clear_interpreter_stack() if transformed else nullcontext(),  # torch.func
+            _disable_current_modes(),  # fake tensors and the like
+            torch._C.DisableTorchFunction(),
+            torch.autocast("cpu", enabled=False),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        jit._set_tracing_state(tracing)

@@ -16,12 +16,21 @@ from torch.utils._pytree import tree_leaves
 
 from commsched.codecs import Codec
 from commsched.codecs import get as get_codec
-from commsched.errors import fresh
+from commsched.errors import CommSchedError, fresh
 from commsched.exchange import Stages
 from commsched.layout import BucketSpec, Chunk
 from commsched.plan import Plan, Task
 
 __all__ = ["Job", "Poison", "Progress", "Run", "Timing"]
+
+
+TOUCHED = (
+    "gradients were changed between backward() and the deferred step, while they were being "
+    "summed: by a second backward() without a forward in between, or through a tensor taken from "
+    "p.grad before. Take p.grad anew each time, use state.clip_grad_norm_(max_norm), or call "
+    "state.synchronize() after backward(): from there on gradients are whole and may be changed. "
+    "Or leave optimizer= out"
+)
 
 
 class Poison(torch.Tensor):
@@ -155,6 +164,15 @@ class Job:
         """Raise what it has failed with, if it has."""
         if self.error is not None:
             raise fresh(self.error)
+
+    def refuse_touched(self) -> None:
+        """Raise if a gradient in it was changed since the hook's call, by other hands than ours.
+
+        Raises:
+            CommSchedError: says what to do instead.
+        """
+        if self.result._version != self.version:
+            raise CommSchedError(TOUCHED)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Where each parameter begins and ends in the buffer, in elements."""

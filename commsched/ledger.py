@@ -17,14 +17,7 @@ from commsched.layout import first_names
 from commsched.pending import unmark
 from commsched.recorder import Recorder
 
-__all__ = ["Due", "Ledger", "Sum", "refuse_touched"]
-
-TOUCHED = (
-    "gradients were changed between backward() and the deferred step, while they were being summed "
-    "and through a tensor that was taken from p.grad before: take p.grad anew each time, or use "
-    "state.clip_grad_norm_(max_norm), or call state.synchronize() after backward(): from there on "
-    "gradients are whole and may be changed. Or leave optimizer= out"
-)
+__all__ = ["Due", "Ledger", "Sum"]
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +28,7 @@ class Sum:
     job: Job
     index: int  # in the bucket
     grad: torch.Tensor | None  # as DDP shaped it, in the bucket's memory; None: DDP sets it later
+    factor: torch.Tensor | None = None  # of gradient clipping, not applied yet
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +40,6 @@ class Due:
     handover: Handover
     recorded: Recorded
     group: int
-    scale: torch.Tensor | None  # gradient clipping
 
 
 class Ledger:
@@ -95,12 +88,12 @@ class Ledger:
         self.run(self.due.values())
         under_way = [one for one in self.sums.values() if not one.job.visible]
         self.wait_for(under_way)
+        self.refuse_touched()
+        self.scale(under_way)
         for one in under_way:
+            one.job.visible = True
             if one.grad is not None:
                 unmark(one.grad)
-        for job in dict.fromkeys(one.job for one in under_way):
-            refuse_touched(job)
-            job.visible = True
 
     def wait_for(self, sums: Iterable[Sum]) -> None:
         """Wait for sums; meanwhile run the steps whose sums are there."""
@@ -135,7 +128,7 @@ class Ledger:
         if not ready:
             return
         job.raise_error()
-        refuse_touched(job)
+        job.refuse_touched()
         for due in ready:
             del self.due[id(due.sum.param)]
             unmark(due.sum.param)
@@ -157,11 +150,31 @@ class Ledger:
     def _run_together(self, dues: list[Due]) -> None:
         """Run steps that were recorded by one call of one optimizer."""
         first = dues[0]
-        if first.scale is not None:
-            torch._foreach_mul_([due.grad.data for due in dues], first.scale)
+        self.scale(due.sum for due in dues)
         rows = [(due.group, due.sum.param, due.grad) for due in dues]
         params = [due.sum.param for due in dues]
         self.timed(params, lambda: first.handover.run(first.recorded, rows))
+
+    def refuse_touched(self) -> None:
+        """Raise if the user has changed gradients under way behind our back.
+
+        Raises:
+            CommSchedError: says what to do instead.
+        """
+        for job in dict.fromkeys(one.job for one in self.sums.values()):
+            if not job.visible:
+                job.refuse_touched()
+
+    @staticmethod
+    def scale(sums: Iterable[Sum]) -> None:
+        """Apply what gradient clipping has left to be applied; the sums must be there."""
+        rows = [one for one in sums if one.factor is not None and one.grad is not None]
+        for one in rows:
+            assert one.grad is not None
+            assert one.factor is not None
+            unmark(one.grad)
+            one.grad.data.mul_(one.factor)
+            one.factor = None
 
     def timed(self, params: Iterable[nn.Parameter], step: Callable[[], object]) -> None:
         """Run `step`, an optimizer's for `params`, and have it recorded."""
@@ -169,13 +182,3 @@ class Ledger:
         step()
         numels = {self._names.get(id(param), ""): param.numel() for param in params}
         self._recorder.stepped(begin_s, time.monotonic(), numels)
-
-
-def refuse_touched(job: Job) -> None:
-    """Raise if the user has changed a gradient of this bucket behind our back.
-
-    Raises:
-        CommSchedError: says what to do instead.
-    """
-    if job.result._version != job.version:
-        raise CommSchedError(TOUCHED)

@@ -110,9 +110,16 @@ class Overlap:
         self._covered = {id(p) for handover in self.deferred.handovers for p in handover.params()}
         return begins, not self._phases.measuring
 
-    def may_defer(self, params: Sequence[torch.Tensor], spec: BucketSpec) -> bool:
+    def may_defer(
+        self, params: Sequence[torch.Tensor], spec: BucketSpec, buffer: torch.Tensor
+    ) -> bool:
         """Whether nobody needs this bucket's sums before the next forward."""
-        return not spec.sparse and all(id(p) in self._covered and can_pend(p) for p in params)
+        if spec.sparse or not all(id(p) in self._covered and can_pend(p) for p in params):
+            return False
+        # A hook around ours may have replaced the buffer, and wait for what we return.
+        grads = (param.grad for param in params if param.grad is not None)
+        grad = next(grads, None)
+        return grad is None or _same_memory(grad, buffer)
 
     def on_bucket(self, job: Job, params: Sequence[torch.Tensor], begins: Begin | None) -> None:
         """A bucket has come.
@@ -122,6 +129,8 @@ class Overlap:
                 are wanted, or a parameter was read too early.
         """
         if begins is not None:
+            if torch._C._current_graph_task_id() == -1:  # a joined rank, which runs no forward
+                self.deferred.settle_all()
             self.deferred.backward_begins()
             if begins.measured is not None:
                 self.deferred.note_unseen(self._covered)
@@ -186,7 +195,7 @@ class Overlap:
         for module in ddp.module.modules():
             if isinstance(module, torch.jit.ScriptModule):  # takes no such hooks, nor our classes
                 scripted = True
-            elif any(True for _ in module.parameters(recurse=False)):
+            elif _may_hide(module):
                 handles.append(module.register_forward_pre_hook(settle_own))
         handles.append(ddp.register_forward_pre_hook(_Edge(self.forward_begins)))
         handles.append(ddp.register_forward_hook(_Edge(self.forward_ends)))
@@ -212,12 +221,27 @@ class Overlap:
         self.deferred.forward_ends()
 
 
+def _may_hide(module: torch.nn.Module) -> bool:
+    """Whether its forward may read its parameters so that PyTorch's functions do not see it.
+
+    torch's own modules do not. Hooks on them would only slow them down: in evaluation a transformer
+    layer with hooks leaves its fast path.
+    """
+    has_own = any(True for _ in module.parameters(recurse=False))
+    return has_own and not type(module).__module__.startswith("torch.nn.")
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 class _Edge:
     """A hook on a module that neither keeps us alive nor is copied or pickled with the module."""
 
     def __init__(self, method: Callable[[], None] | None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else dynamo compiles what it calls
     def __call__(self, *_: Any) -> None:
         method = None if self._method is None else self._method()
         if method is not None:

@@ -149,6 +149,8 @@ def settle_own(module: nn.Module, _args: Any) -> None:
 
     An extension in C++ does not ask `__torch_function__`.
     """
+    if torch.compiler.is_compiling():  # all was settled before; no guards, no graph breaks
+        return
     for param in module._parameters.values():
         settle(param)
 

@@ -106,7 +106,7 @@ class Session:
         in_backward = self._queue_callback(step)
         deferred = False
         if self.overlap is not None and in_backward and step.deferring:
-            deferred = self.overlap.may_defer(params, spec)
+            deferred = self.overlap.may_defer(params, spec, buffer)
         job = Job(key, spec, buffer, step.progress, deferred)
         step.jobs.append(job)
         step.keys.append(key)
