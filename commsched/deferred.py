@@ -77,6 +77,11 @@ class Deferred(Listener):
         self.handovers = [Handover(optimizer, self) for optimizer in optimizers]
         listen(self)
 
+    @property
+    def due(self) -> dict[int, Due]:
+        """The recorded steps that have not run, by their parameter's id."""
+        return self._ledger.due
+
     # ---- what happens in a step, in this order ---------------------------------------------
 
     def forward_begins(self) -> None:
@@ -86,17 +91,16 @@ class Deferred(Listener):
         if self.whole_forward:
             self.settle_all()
             self._say("the model is compiled: deferred steps run when its forward begins")
-        due = self._ledger.due
-        self._ledger.run([one for key, one in due.items() if key in self._unseen])
+        self._ledger.run([one for key, one in self.due.items() if key in self._unseen])
         if self.observing and not self.whole_forward:
             observer = _Observer(self._observed)
             for param in self._ours():
-                if id(param) in self._names and id(param) not in due:
+                if id(param) in self._names and id(param) not in self.due:
                     mark_param(param, observer)
 
     def forward_ends(self) -> None:
         """After DDP's forward: the coming backward writes into the buckets."""
-        late = [due.sum.param for due in self._ledger.due.values()]
+        late = [due.sum.param for due in self.due.values()]
         self.settle_all()
         self.recorder.forward_ends()
         self._late = {id(param) for param in late}
@@ -106,7 +110,7 @@ class Deferred(Listener):
 
     def backward_begins(self) -> None:
         """At the first bucket of a backward."""
-        if self._ledger.due or not self._ledger.whole():
+        if self.due or not self._ledger.whole():
             names = (self._name(one.param) for one in self._ledger.sums.values())
             raise CommSchedError(
                 "backward() ran while the last step's gradients were on their way, without a "
@@ -168,7 +172,7 @@ class Deferred(Listener):
         """
         if threading.get_ident() != self._thread:
             raise CommSchedError(ELSEWHERE)
-        due = self._ledger.due.get(id(tensor))
+        due = self.due.get(id(tensor))
         if due is not None:
             self._observed(tensor)
             self._ledger.run([due])
@@ -282,17 +286,13 @@ class Deferred(Listener):
 
     def _unmark_all(self) -> None:
         for param in self._ours():
-            if id(param) not in self._ledger.due:
+            if id(param) not in self.due:
                 unmark(param)
 
     def _ours(self) -> Iterator[nn.Parameter]:
         """The handed-over optimizers' parameters, as far as they can be pending."""
         for handover in self.handovers:
             yield from filter(can_pend, handover.params())
-
-    @property
-    def _due(self) -> dict[int, Due]:
-        return self._ledger.due
 
     def _name(self, param: torch.Tensor) -> str:
         return self._names.get(id(param), "a parameter outside the model")

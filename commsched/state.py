@@ -21,6 +21,7 @@ from commsched.group import Board, Membership
 from commsched.handover import accept
 from commsched.jobs import Poison
 from commsched.model import Buckets, find_ddp
+from commsched.overlap import Overlap
 from commsched.report import Report, inactive
 from commsched.session import Session
 from commsched.settings import Resolved, Settings, resolve
@@ -35,21 +36,23 @@ class State:
 
     Example::
 
-        ddp.register_comm_hook(commsched.State(), commsched.hook)
+        ddp.register_comm_hook(commsched.State(optimizer=optimizer), commsched.hook)
 
     Args:
         process_group: DDP's process group. Found by itself where the model is (None).
         optimizer: the model's optimizer, or a list of them: its steps are then deferred into the
-            next forward, and communication hides behind that too. None: the program steps as usual.
+            next forward, and communication hides behind that too; DDP must have been made with
+            ``gradient_as_bucket_view=True``. None: the program steps as usual.
         **settings: any setting by name (``commsched env`` lists them). A keyword beats the
             ``COMMSCHED_*`` environment variable, which beats the default.
 
     Raises:
         SettingsError: an unknown setting or environment variable, or a value not allowed.
-        CommSchedError: an optimizer was given.
+        CommSchedError: an optimizer whose parameters cannot be stepped a few at a time.
 
     One State serves one model. It pickles and deep-copies as its settings: the copy is fresh, with
-    no threads and no group. Dropping the last reference, or `close`, ends the thread it started.
+    no threads, no group and no optimizer. Dropping the last reference, or `close`, ends the thread
+    it started.
     """
 
     def __init__(
@@ -127,8 +130,14 @@ class State:
         return self._session.report()
 
     def bind(self, ddp: DistributedDataParallel) -> None:
-        """Tell the state its model, so that it need not search for it. `attach` does."""
+        """Tell the state its model, so that it need not search for it. `attach` does.
+
+        Raises:
+            CommSchedError: the optimizers cannot be handed over for this model.
+        """
         self._ddp = weakref.ref(ddp)
+        if self._optimizers and self.settings.enabled and dist.get_world_size(self._group()) > 1:
+            Overlap.refuse(ddp, self._optimizers)
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What `commsched.hook` calls."""

@@ -20,20 +20,25 @@ def attach(
 ) -> State:
     """Register `commsched.hook` on the DDP model inside `model`, and return its State.
 
+    With an optimizer DDP must have been made with ``gradient_as_bucket_view=True``, and gains from
+    a small ``bucket_cap_mb`` (4, say; a log line says which one would be best).
+
     Args:
         model: a DistributedDataParallel, or what wraps one: a compiled module, a Fabric module, a
             Lightning Trainer or strategy, an HF Trainer (after it has wrapped its model).
-        optimizer: as for `State`.
+        optimizer: the model's optimizer, or a list of them, as for `State`.
         **settings: as for `State`. DDP's process group is used unless ``process_group`` says
             otherwise.
 
     Raises:
-        CommSchedError: there is no DDP model inside, or it has a communication hook already.
+        CommSchedError: there is no DDP model inside, it has a communication hook already, or the
+            optimizer cannot be handed over.
         SettingsError: as for `State`.
 
     Example::
 
-        state = commsched.attach(ddp, codec="bf16")
+        ddp = DistributedDataParallel(model, bucket_cap_mb=4, gradient_as_bucket_view=True)
+        state = commsched.attach(ddp, optimizer=optimizer)
     """
     ddp = unwrap_ddp(model)
     if ddp._comm_hooks:
@@ -42,6 +47,6 @@ def attach(
         raise CommSchedError(f"this DDP model has a communication hook already ({name})")
     settings.setdefault("process_group", ddp.process_group)
     state = State(optimizer=optimizer, **settings)
-    state.bind(ddp)
+    state.bind(ddp)  # may refuse
     ddp.register_comm_hook(state, hook)
     return state

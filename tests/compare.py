@@ -96,7 +96,7 @@ class Run:
     def due(self) -> int:
         """How many parameters' steps are recorded and have not run."""
         overlaps = [state._session.overlap for state in self.states if state._session is not None]
-        return sum(len(overlap.deferred._due) for overlap in overlaps if overlap is not None)
+        return sum(len(overlap.deferred.due) for overlap in overlaps if overlap is not None)
 
     def synchronize(self) -> None:
         """What a program that hands its optimizer over adds to its loop."""

@@ -101,7 +101,7 @@ def just_leave(rank: int, world_size: int, readers: tuple[int, ...], destroy: bo
         opt.step()
     assert state._session is not None
     assert state._session.overlap is not None
-    assert state._session.overlap.deferred._due
+    assert state._session.overlap.deferred.due
     if rank in readers:
         torch.save(model.state_dict(), io.BytesIO())
     globals()["kept"] = model, opt, state  # alive until the interpreter goes
