@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -75,10 +76,11 @@ def rebucketed(profile: Profile, cap_bytes: int) -> Profile:
     """
     times = {param.name: param for param in profile.params}
     buckets = list(_buckets(profile, times, cap_bytes))
+    present_s = sorted(profile.ready_s)
     ready_s: list[float] = []
     for index, spec in enumerate(buckets):
         own_s = max((times[param.name].ready_s for param in spec.params), default=0.0)
-        before_s = HOOK_S * sum(old_s <= own_s for old_s in profile.ready_s)  # in `own_s` already
+        before_s = HOOK_S * bisect_right(present_s, own_s)  # in `own_s` already
         ready_s.append(max([*ready_s[-1:], own_s + HOOK_S * (index + 1) - before_s, 0.0]))
     more_s = HOOK_S * (len(buckets) - len(profile.layout.buckets))
     return replace(

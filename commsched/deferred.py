@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from commsched import coupling
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
 from commsched.handover import Handover, Listener, listen
@@ -25,6 +26,7 @@ from commsched.layout import first_names
 from commsched.ledger import Due, Ledger, Sum
 from commsched.pending import Unsummed, can_pend, mark_grad, mark_param, unmark
 from commsched.recorder import Recorder
+from commsched.watch import Watch
 
 __all__ = ["Deferred"]
 
@@ -38,17 +40,6 @@ REPLACED = (
 )
 
 logger = logging.getLogger("commsched")
-
-
-class _Observer:
-    """Owner of parameters of which we only want to know that they are read."""
-
-    def __init__(self, seen: Callable[[torch.Tensor], None]) -> None:
-        self._seen = seen
-
-    def settle(self, tensor: torch.Tensor) -> None:
-        unmark(tensor)
-        self._seen(tensor)
 
 
 class Deferred(Listener):
@@ -65,13 +56,11 @@ class Deferred(Listener):
         self.observing = False  # who is read when: while a profile is taken
         self.whole_forward = False  # compiled: forward's reads cannot be told apart
         self.whole_step = False  # compiled so that not even its beginning is seen
-        self._unseen: set[int] = set()  # ids of parameters that were read without our seeing it
         self._params = list(ddp.module.parameters())
-        self._names: dict[int, str] = {id(p): name for name, p in ddp.module.named_parameters()}
-        self._find_unused = bool(ddp.find_unused_parameters)
-        self._ledger = Ledger(engine, recorder, self._names)
-        self._late: set[int] = set()  # settled only when forward ended
-        self._used: set[int] = set()
+        names: dict[int, str] = {id(p): name for name, p in ddp.module.named_parameters()}
+        self.watch = Watch(recorder, names, bool(ddp.find_unused_parameters))
+        self._ledger = Ledger(engine, recorder, names)
+        self._open = False  # a backward has begun and not ended
         self._said: set[str] = set()
         self._thread = threading.get_ident()  # the training thread
         self.handovers = [Handover(optimizer, self) for optimizer in optimizers]
@@ -87,42 +76,51 @@ class Deferred(Listener):
     def forward_begins(self) -> None:
         """Before DDP's forward, and before DDP itself does anything in it."""
         self.recorder.forward_begins()
-        self._late.clear()
+        self.watch.forget_late()
         if self.whole_forward:
-            self.settle_all()
+            self.run_due()
             self._say("the model is compiled: deferred steps run when its forward begins")
-        self._ledger.run([one for key, one in self.due.items() if key in self._unseen])
+        self._ledger.run([one for key, one in self.due.items() if key in self.watch.unseen])
         if self.observing and not self.whole_forward:
-            observer = _Observer(self._observed)
-            for param in self._ours():
-                if id(param) in self._names and id(param) not in self.due:
-                    mark_param(param, observer)
+            self.watch.observe(param for param in self._ours() if id(param) not in self.due)
 
     def forward_ends(self) -> None:
         """After DDP's forward: the coming backward writes into the buckets."""
         late = [due.sum.param for due in self.due.values()]
-        self.settle_all()
+        self.make_whole()
         self.recorder.forward_ends()
-        self._late = {id(param) for param in late}
-        observer = _Observer(self._used_late)
-        for param in late:
-            mark_param(param, observer)
+        self.watch.note_late(late)
 
     def backward_begins(self) -> None:
         """At the first bucket of a backward."""
         if self.due or not self._ledger.whole():
-            names = (self._name(one.param) for one in self._ledger.sums.values())
+            names = (self.watch.name(one.param) for one in self._ledger.sums.values())
             raise CommSchedError(
                 "backward() ran while the last step's gradients were on their way, without a "
                 f"forward of the DDP model in between ({first_names(names)}). Call the DDP model, "
                 "not its module or its forward(), or state.synchronize() before"
             )
-        self._ledger.sums.clear()
+        self._ledger.clear()
         self._unmark_all()
+        self._open = True
+
+    def backward_ends(self) -> None:
+        """All buckets of a backward have come; DDP has not finished it yet."""
+        self._open = False
+        if any(one.grad is None for one in self._ledger.sums.values()):
+            # Unused on this rank, used on others: DDP sets the gradient when it finishes.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._mark_rest)
+
+    def _mark_rest(self) -> None:
+        for one in self._ledger.sums.values():
+            if one.grad is None and one.param.grad is not None and not one.job.visible:
+                one.grad = one.param.grad
+                mark_grad(one.grad, self)
 
     def expect(self, job: Job, params: Sequence[torch.Tensor]) -> None:
         """A bucket whose sums the training thread does not wait for."""
-        self._refuse_late(job, params)
+        self.watch.refuse_late(job, params)
         for index, param in enumerate(params):
             assert isinstance(param, nn.Parameter)
             self._ledger.sums[id(param)] = Sum(param, job, index, param.grad)
@@ -143,24 +141,16 @@ class Deferred(Listener):
         whole = handover.must_be_whole()
         if whole is not None:
             self._say(f"not deferred: {whole}")
-            self.settle_all()
+            self.make_whole()
         if self._ledger.whole():
-            self.settle_all()
+            self.run_due()
             params = [param for param in handover.params() if param.grad is not None]
             self._ledger.timed(params, handover.whole_step)
         else:
             self._defer(handover)
             if self.whole_step:
-                self.settle_all()
+                self.run_due()
         return loss
-
-    def note_unseen(self, params: Iterable[int]) -> None:
-        """Measuring is over: those of `params` (ids) that were not seen to be read step early."""
-        self._unseen = {one for one in params if one in self._names} - self._used
-        if self._unseen:
-            names = first_names(self._names[one] for one in self._unseen)
-            logger.info("not seen to be read, so stepped when forward begins: %s", names)
-        self._used.clear()
 
     # ---- settling --------------------------------------------------------------------------
 
@@ -174,38 +164,60 @@ class Deferred(Listener):
             raise CommSchedError(ELSEWHERE)
         due = self.due.get(id(tensor))
         if due is not None:
-            self._observed(tensor)
+            self.watch.saw(tensor)
             self._ledger.run([due])
             return
+        if self._open and torch._C._current_graph_task_id() != -1:
+            return  # a hook in backward: as in plain DDP, it sees what there is
         if type(tensor) is Unsummed and not self._ledger.whole():
             self._say(
                 "gradients are read after backward(), which waits for all sums there; "
                 "state.clip_grad_norm_(max_norm) keeps more of the overlap than torch's"
             )
-            self.settle_all()
+            self.make_whole()
         unmark(tensor)
 
-    def settle_all(self) -> None:
+    def run_due(self) -> None:
+        """Run all recorded steps: parameters and optimizer state are up to date from here on.
+
+        Raises:
+            CommSchedError: communication failed, gradients were changed meanwhile, or this is not
+                the training thread.
+        """
+        if self.due and threading.get_ident() != self._thread:
+            raise CommSchedError(ELSEWHERE)
+        self._ledger.run_all()
+
+    def make_whole(self) -> None:
         """Run all recorded steps, and wait for all sums: gradients are whole from here on.
 
         Raises:
-            CommSchedError: communication failed, or gradients were changed meanwhile.
+            CommSchedError: as `run_due`; or a backward raised before all its buckets had come, so
+                that its sums will never be there.
         """
+        self.run_due()
+        if self._open and not self._ledger.whole():
+            self._ledger.clear()
+            raise CommSchedError(
+                "the last backward() did not end, so its gradients are not summed; other ranks "
+                "wait for them. Restart the job"
+            )
         self._ledger.finish()
 
     def before_step_of(self, optimizer: Optimizer) -> None:
         """An optimizer steps for real: where it was not handed over, it must find whole sums."""
         if self._ledger.whole():
             return
-        ours = any(handover.optimizer is optimizer for handover in self.handovers)
+        ours = any(handover.is_for(optimizer) for handover in self.handovers)
         params = (param for group in optimizer.param_groups for param in group["params"])
         if not ours and any(id(param) in self._ledger.sums for param in params):
             self._say(f"a {type(optimizer).__name__} that was not handed over steps this model")
-            self.settle_all()
+            self.make_whole()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """See `State.clip_grad_norm_`."""
         ledger = self._ledger
+        ledger.run_all()  # recorded before this clipping
         ledger.wait_for(ledger.sums.values())
         ledger.refuse_touched()
         ledger.scale(ledger.sums.values())  # a second clipping starts from the first one's outcome
@@ -226,16 +238,24 @@ class Deferred(Listener):
         return norm
 
     def close(self) -> None:
-        """Give the optimizers back. What is pending then stays so, and says why when used."""
+        """Give the optimizers back, and let go of the model.
+
+        What is pending, because its step was lost, stays so and says why when it is used.
+        """
         for handover in self.handovers:
             handover.give_back()
         self._unmark_all()
+        self._ledger.clear()
+        self._params.clear()
+        self.handovers.clear()
 
     # ---- inside ----------------------------------------------------------------------------
 
     def _defer(self, handover: Handover) -> None:
         ledger = self._ledger
-        ledger.run([due for due in ledger.due.values() if due.handover is handover])
+        # A second step() before the next forward, or another optimizer's for the same parameters.
+        again = [self.due[id(p)] for p in handover.params() if id(p) in self.due]
+        ledger.run(again)
         recorded = handover.record()
         now: list[tuple[int, nn.Parameter, torch.Tensor]] = []
         for group, entry in enumerate(handover.optimizer.param_groups):
@@ -257,32 +277,13 @@ class Deferred(Listener):
 
     def _evaluate(self, handover: Handover, closure: Callable[[], Any]) -> Any:
         name = type(handover.optimizer).__name__
-        if not type(handover.optimizer).__module__.startswith("torch.optim"):
+        if not coupling.trusted(handover.optimizer):
             raise CommSchedError(
                 f"{name}.step(closure) cannot be deferred: it may call the closure more than once. "
                 "Leave optimizer= out, or call step() without a closure"
             )
         with torch.enable_grad():  # as torch's own optimizers do, once, before they update
             return closure()
-
-    def _observed(self, param: torch.Tensor) -> None:
-        self._used.add(id(param))
-        self.recorder.used(self._name(param))
-
-    def _used_late(self, param: torch.Tensor) -> None:
-        self._late.discard(id(param))
-
-    def _refuse_late(self, job: Job, params: Sequence[torch.Tensor]) -> None:
-        for param, (start, stop) in zip(params, job.ranges(), strict=True):
-            if id(param) not in self._late:
-                continue
-            if self._find_unused and not job.buffer[start:stop].any():
-                continue
-            raise CommSchedError(
-                f"{self._name(param)} got a gradient, but its use in forward was not seen (an "
-                "extension in C++?), so it was read before its deferred step had run. Call "
-                "state.synchronize() before each forward, or leave optimizer= out"
-            )
 
     def _unmark_all(self) -> None:
         for param in self._ours():
@@ -293,9 +294,6 @@ class Deferred(Listener):
         """The handed-over optimizers' parameters, as far as they can be pending."""
         for handover in self.handovers:
             yield from filter(can_pend, handover.params())
-
-    def _name(self, param: torch.Tensor) -> str:
-        return self._names.get(id(param), "a parameter outside the model")
 
     def _say(self, text: str) -> None:
         if text not in self._said:

@@ -141,10 +141,6 @@ class Engine:
             self.wait(job.done.is_set)
         self.raise_error()
 
-    def on_its_thread(self) -> bool:
-        """Whether the caller is the engine's own thread: garbage collection may run there."""
-        return threading.current_thread() is self._thread
-
     def retire(self) -> None:
         """Close as soon as nothing is outstanding; does not wait."""
         self._retiring = True
@@ -153,7 +149,8 @@ class Engine:
     def close(self) -> None:
         """End the thread and the group. Unfinished jobs get an error. Safe to call again."""
         self.fail(CommSchedError(CLOSED), announce=False)
-        if not self.on_its_thread():
+        # Garbage collection may run this on the engine's own thread.
+        if threading.current_thread() is not self._thread:
             self._thread.join(3 * TICK_S)
             if self._thread.is_alive():
                 logger.warning("the engine's thread is still waiting for other ranks")

@@ -1,40 +1,25 @@
-"""Handed-over optimizers: the user's own `step`, recorded when called, run for a few parameters.
-
-No optimizer is re-implemented. The real `step` runs on a shadow of the user's optimizer: an object
-of the same class that shares its state but whose `param_groups` hold only the parameters at hand,
-with the hyper-parameters as they were when the user called `step()`.
-"""
+"""Handed-over optimizers: we answer their `step`, and know when others step."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
 from typing import Any
 
-import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
-from commsched import coupling
+from commsched import coupling, shadow
 from commsched.errors import CommSchedError
+from commsched.shadow import Recorded, Row
 
-__all__ = ["Handover", "Listener", "Recorded", "accept", "listen", "refuse_taken"]
+__all__ = ["Handover", "Listener", "accept", "listen", "refuse_taken"]
 
 Step = Callable[..., Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """Hyper-parameters of every group at the moment the user called `step()`."""
-
-    groups: tuple[dict[str, Any], ...]  # without "params"
 
 
 class Listener:
@@ -44,7 +29,11 @@ class Listener:
         """The user called `step()`; returns what that returns."""
         raise NotImplementedError
 
-    def settle_all(self) -> None:
+    def run_due(self) -> None:
+        """Everything recorded must have run, now."""
+        raise NotImplementedError
+
+    def make_whole(self) -> None:
         """Everything recorded must have run, and all sums be there, now."""
         raise NotImplementedError
 
@@ -83,10 +72,10 @@ def _unwrap(optimizer: Any) -> Optimizer:
 
 
 class Handover:
-    """One optimizer whose `step` and `zero_grad` we answer, until `give_back`.
+    """One optimizer whose `step` we answer, until `give_back`.
 
-    Its methods stay ours after that, since LR schedulers may have wrapped them, and pass on what
-    they are asked.
+    The method stays ours after that, since LR schedulers may have wrapped it, and passes on what it
+    is asked.
 
     Raises:
         CommSchedError: another State has this optimizer.
@@ -97,47 +86,41 @@ class Handover:
         self.optimizer = optimizer
         self.given_back = False
         self._original: Step = optimizer.step
+        self._replaced = _is_replaced(optimizer)
         self._proved = coupling.trusted(optimizer)
         # The optimizer's methods must not keep us alive.
         me, them = weakref.ref(self), weakref.ref(listener)
         optimizer.__dict__["_commsched"] = me
         self._install_step(me, them)
-        self._install_zero_grad(them)
         self._handles = [
-            optimizer.register_state_dict_pre_hook(lambda _: _settle(them)),
-            optimizer.register_load_state_dict_pre_hook(lambda _optimizer, _state: _settle(them)),
+            optimizer.register_state_dict_pre_hook(lambda _: _run_due(them)),
+            optimizer.register_load_state_dict_pre_hook(lambda _, _state: _run_due(them)),
         ]
 
     def _install_step(self, me: weakref.ref[Handover], them: weakref.ref[Listener]) -> None:
-        original = type(self.optimizer).step
+        original = self._original
 
-        @wraps(original)
+        @wraps(type(self.optimizer).step)
         def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
             handover, listener = me(), them()
             optimizer._opt_called = True  # type: ignore[attr-defined]  # for LR schedulers
-            if handover is None or listener is None or handover.given_back:
-                return original(optimizer, closure, *args, **kwargs)
-            if args or kwargs:
-                _settle(them)
-                return original(optimizer, closure, *args, **kwargs)
+            active = handover is not None and listener is not None and not handover.given_back
+            if not active or args or kwargs:
+                if active and listener is not None:
+                    listener.make_whole()
+                return original(*([] if closure is None else [closure]), *args, **kwargs)
+            assert handover is not None
+            assert listener is not None
             return listener.on_step(handover, closure)
 
+        step._commsched_step = True  # type: ignore[attr-defined]
+        # Else dynamo would trace what step() does now, which is not what it does later.
+        hidden: Any = _disable_dynamo(step)
         # LR schedulers made before us have wrapped the optimizer's step, and look for this mark.
-        if hasattr(self._original, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        if hasattr(original, "_wrapped_by_lr_sched"):
+            hidden._wrapped_by_lr_sched = True
         # A bound method, since LR schedulers made after us take its __func__.
-        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
-
-    def _install_zero_grad(self, them: weakref.ref[Listener]) -> None:
-        original = type(self.optimizer).zero_grad
-
-        @wraps(original)
-        def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-            if not set_to_none:  # it would write zeros into buckets that are being summed
-                _settle(them)
-            original(optimizer, set_to_none)
-
-        self.optimizer.zero_grad = MethodType(zero_grad, self.optimizer)  # type: ignore[method-assign]
+        self.optimizer.step = MethodType(hidden, self.optimizer)  # type: ignore[method-assign]
 
     def give_back(self) -> None:
         """From now on the optimizer steps when it is told to."""
@@ -153,6 +136,8 @@ class Handover:
     def must_be_whole(self) -> str | None:
         """Why the coming step cannot be deferred, if it cannot."""
         optimizer = self.optimizer
+        if self._replaced:
+            return "the optimizer's step was replaced on the object by another function"
         everybodys = {**torch_optimizer._global_optimizer_pre_hooks}
         everybodys |= torch_optimizer._global_optimizer_post_hooks
         everybodys |= optimizer._optimizer_step_pre_hooks
@@ -169,7 +154,7 @@ class Handover:
         """
         before = coupling.traces(self.optimizer)
         same = True
-        if self._proved:
+        if self._proved or self._replaced:
             self._original()
         else:
             self._proved = True
@@ -188,56 +173,38 @@ class Handover:
             for param in group["params"]
             if id(param) in chosen
         ]
-        self._run(self.record(), rows)
+        shadow.step(self.optimizer, self.record(), rows)
 
     def record(self) -> Recorded:
         """The groups' hyper-parameters, as they are now."""
-        return Recorded(
-            tuple(
-                {key: _kept(value) for key, value in group.items() if key != "params"}
-                for group in self.optimizer.param_groups
-            )
-        )
+        return shadow.record(self.optimizer)
 
-    def run(
-        self, recorded: Recorded, rows: Iterable[tuple[int, nn.Parameter, torch.Tensor]]
-    ) -> None:
+    def run(self, recorded: Recorded, rows: Iterable[Row]) -> None:
         """Run the optimizer's step for some parameters only.
-
-        Args:
-            recorded: the hyper-parameters.
-            rows: index of the group, parameter, gradient.
 
         Raises:
             CommSchedError: it turns out that the step couples the parameters.
         """
-        why = self._run(recorded, rows)
+        why = shadow.step(self.optimizer, recorded, rows)
         if why is not None:
             raise coupling.refuse(self.optimizer, why)
 
-    def _run(
-        self, recorded: Recorded, rows: Iterable[tuple[int, nn.Parameter, torch.Tensor | None]]
-    ) -> str | None:
-        shadow = object.__new__(type(self.optimizer))
-        shadow.__dict__ = dict(self.optimizer.__dict__)
-        groups: dict[int, dict[str, Any]] = {}
-        saved: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        for index, param, grad in rows:
-            if index not in groups:
-                groups[index] = {**recorded.groups[index], "params": []}
-            groups[index]["params"].append(param)
-            saved.append((param, param.grad))
-            param.grad = grad
-        shadow.param_groups = list(groups.values())
-        before = coupling.traces(shadow)
-        step: Step = getattr(type(self.optimizer).step, "__wrapped__", type(self.optimizer).step)
-        try:
-            with _as_after_backward():
-                step(shadow)
-        finally:
-            for param, users in saved:
-                param.grad = users
-        return coupling.changed(before, coupling.traces(shadow))
+    def is_for(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer` is the handed-over one, or a shadow of it."""
+        holder = optimizer.__dict__.get("_commsched")
+        return holder is not None and holder() is self
+
+
+def _is_replaced(optimizer: Optimizer) -> bool:
+    """Whether the object's `step` is neither its class's nor that in what torch or we put on it."""
+    own: Any = optimizer.__dict__.get("step")
+    while own is not None and (
+        hasattr(own, "_wrapped_by_lr_sched") or hasattr(own, "_commsched_step")
+    ):
+        own = getattr(own, "__wrapped__", None)
+    kind: Any = type(optimizer).step
+    own = getattr(own, "__func__", own)
+    return own is not None and own not in (kind, getattr(kind, "__wrapped__", kind))
 
 
 def refuse_taken(optimizer: Optimizer) -> None:
@@ -274,33 +241,7 @@ def listen(listener: Listener) -> None:
     listeners.add(listener)
 
 
-def _kept(value: Any) -> Any:
-    # A tensor learning rate is changed in place by LR schedulers.
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _settle(them: weakref.ref[Listener]) -> None:
+def _run_due(them: weakref.ref[Listener]) -> None:
     listener = them()
     if listener is not None:
-        listener.settle_all()
-
-
-@contextmanager
-def _as_after_backward() -> Iterator[None]:
-    """An optimizer's usual surroundings, whatever the forward that asks for its step is doing."""
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    jit: Any = torch._C
-    tracing = jit._get_tracing_state()  # torch.jit.trace would record the step
-    jit._set_tracing_state(None)
-    try:
-        with (
-            temporarily_clear_interpreter_stack() if transformed else nullcontext(),  # torch.func
-            _disable_current_modes(),  # fake tensors and the like
-            torch._C.DisableTorchFunction(),
-            torch.autocast("cpu", enabled=False),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
-            yield
-    finally:
-        jit._set_tracing_state(tracing)
+        listener.run_due()

@@ -20,6 +20,7 @@ from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Group, Membership
 from commsched.jobs import Run
 from commsched.outstanding import TICK_S
+from commsched.plan import MOST_IN_FLIGHT
 from commsched.settings import Settings
 from commsched.version import __version__
 
@@ -153,7 +154,7 @@ class Lane:
 def _threads(settings: Settings) -> int:
     # As many as tasks of the usual size may be in flight; each holds one while it travels.
     if not settings.chunk_bytes or not settings.credit_bytes:
-        return 8  # more than any policy's own choice
+        return MOST_IN_FLIGHT
     wire = codecs.get(settings.codec).wire(max(1, settings.chunk_bytes // 4), torch.float32)
     return max(2, min(16, settings.credit_bytes // wire.nbytes))
 

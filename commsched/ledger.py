@@ -11,11 +11,12 @@ from torch import nn
 
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
-from commsched.handover import Handover, Recorded
+from commsched.handover import Handover
 from commsched.jobs import Job
 from commsched.layout import first_names
 from commsched.pending import unmark
 from commsched.recorder import Recorder
+from commsched.shadow import Recorded
 
 __all__ = ["Due", "Ledger", "Sum"]
 
@@ -68,6 +69,10 @@ class Ledger:
         self.due[id(due.sum.param)] = due
         self._jobs.setdefault(due.sum.job, []).append(due)
 
+    def run_all(self) -> None:
+        """Wait for the sums of all due steps and run them."""
+        self.run(self.due.values())
+
     def run(self, dues: Iterable[Due]) -> None:
         """Wait for their sums and run them, and what shares a bucket with them and is there.
 
@@ -85,7 +90,7 @@ class Ledger:
         Raises:
             CommSchedError: communication failed, or gradients were changed meanwhile.
         """
-        self.run(self.due.values())
+        self.run_all()
         under_way = [one for one in self.sums.values() if not one.job.visible]
         self.wait_for(under_way)
         self.refuse_touched()
@@ -120,15 +125,17 @@ class Ledger:
 
     def _run_job(self, job: Job) -> None:
         """Run those of its due steps whose sums are there."""
-        dues = self._jobs.pop(job, [])
+        dues = self._jobs.get(job, [])
         ready = [due for due in dues if job.has(due.sum.index)]
-        rest = [due for due in dues if not job.has(due.sum.index)]
-        if rest:
-            self._jobs[job] = rest
         if not ready:
             return
         job.raise_error()
         job.refuse_touched()
+        rest = [due for due in dues if not job.has(due.sum.index)]
+        if rest:
+            self._jobs[job] = rest
+        else:
+            del self._jobs[job]
         for due in ready:
             del self.due[id(due.sum.param)]
             unmark(due.sum.param)
@@ -175,6 +182,13 @@ class Ledger:
             unmark(one.grad)
             one.grad.data.mul_(one.factor)
             one.factor = None
+
+    def clear(self) -> None:
+        """Forget the sums; they must be there, or never come."""
+        for one in self.sums.values():
+            if one.grad is not None:
+                unmark(one.grad)
+        self.sums.clear()
 
     def timed(self, params: Iterable[nn.Parameter], step: Callable[[], object]) -> None:
         """Run `step`, an optimizer's for `params`, and have it recorded."""

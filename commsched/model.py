@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from commsched.errors import CommSchedError
@@ -91,17 +91,13 @@ def compiled_wrappers(ddp: DistributedDataParallel) -> tuple[list[torch.nn.Modul
         The compiled modules around `ddp` or in it; and whether `ddp` was compiled in place, so
         that its own hooks are compiled with it.
     """
-    around = [
-        one
-        for one in gc.get_objects()
-        if issubclass(type(one), OptimizedModule) and one._orig_mod is ddp
-    ]
-    inside = [
-        one
-        for one in ddp.modules()
-        if issubclass(type(one), OptimizedModule) or one._compiled_call_impl is not None
-    ]
-    return [*around, *(one for one in inside if one is not ddp)], ddp in inside
+    inside = [one for one in ddp.modules() if one._compiled_call_impl is not None]
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # a second to import: only if it is there
+    if dynamo is not None:
+        modules = [m for m in gc.get_objects() if issubclass(type(m), dynamo.OptimizedModule)]
+        mine = {id(module) for module in ddp.modules()}
+        inside += [one for one in modules if id(one) in mine or one._orig_mod is ddp]
+    return [one for one in inside if one is not ddp], ddp in inside
 
 
 class Buckets:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -26,33 +27,54 @@ from commsched.layout import BucketSpec
 from commsched.model import compiled_wrappers
 from commsched.pending import can_pend, settle_own
 from commsched.phases import Phases
-from commsched.planner import Begin
+from commsched.plan import Plan
+from commsched.planner import Begin, Made
 from commsched.profile import Profile
 from commsched.recorder import Recorder, stats_order
 from commsched.simulate import ideal, simulate
 
 __all__ = ["Outlook", "Overlap"]
 
+DEFER_S = 1e-5  # what deferring costs the training thread for each parameter
+PATIENCE = 50  # steps without a plan until it is said
+
 logger = logging.getLogger("commsched")
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the profile lets expect, in seconds."""
+    """What the plan's profile lets expect, in seconds: with deferred steps, without, at best."""
 
-    step_s: float
+    deferred_s: float
+    synchronous_s: float
     ideal_s: float
+    worth_it: bool  # deferring gains more than it costs, or the user wants it
+
+    @property
+    def step_s(self) -> float:
+        """The step as it will be."""
+        return self.deferred_s if self.worth_it else self.synchronous_s
 
 
 class Overlap:
     """The training thread's side of overlapping with forward, for one DDP model.
+
+    Args:
+        ddp: the model.
+        optimizers: the handed-over ones.
+        engine: sums the gradients.
+        wanted: defer steps also where that is predicted to gain nothing.
 
     Raises:
         CommSchedError: an optimizer is handed over to another State already.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, optimizers: tuple[Optimizer, ...], engine: Engine
+        self,
+        ddp: DistributedDataParallel,
+        optimizers: tuple[Optimizer, ...],
+        engine: Engine,
+        wanted: bool,
     ) -> None:
         self.recorder = Recorder(stats_order(ddp))
         self.deferred = Deferred(ddp, optimizers, engine, self.recorder)
@@ -61,7 +83,9 @@ class Overlap:
         self._ddp = weakref.ref(ddp)
         self._phases = Phases()
         self._covered: set[int] = set()  # ids of the handed-over optimizers' parameters
-        self._planned: tuple[Profile, Outlook] | None = None
+        self._planned: tuple[Made, Outlook] | None = None
+        self._begun = 0  # steps
+        self._wanted = wanted
         self._advised: Profile | None = None
         self._group = ddp.process_group
         self._handles = self._hook(ddp)
@@ -106,9 +130,17 @@ class Overlap:
         elif self._phases.check_due():
             outlook = self.outlook()
             begins.drift = 1.0 if outlook is None else self.recorder.drift(outlook.step_s)
+        self._begun += 1
+        if self._begun == PATIENCE and self._phases.measuring:
+            logger.warning(
+                "after %d steps DDP's buckets still change from step to step: steps stay "
+                "synchronous",
+                PATIENCE,
+            )
         self.deferred.observing = self._phases.measuring
         self._covered = {id(p) for handover in self.deferred.handovers for p in handover.params()}
-        return begins, not self._phases.measuring
+        outlook = None if self._phases.measuring else self.outlook()
+        return begins, outlook is not None and outlook.worth_it
 
     def may_defer(
         self, params: Sequence[torch.Tensor], spec: BucketSpec, buffer: torch.Tensor
@@ -130,10 +162,10 @@ class Overlap:
         """
         if begins is not None:
             if torch._C._current_graph_task_id() == -1:  # a joined rank, which runs no forward
-                self.deferred.settle_all()
+                self.deferred.make_whole()
             self.deferred.backward_begins()
             if begins.measured is not None:
-                self.deferred.note_unseen(self._covered)
+                self.deferred.watch.conclude(self._covered)
         self.recorder.bucket_ready(job.key, job.spec)
         if not job.visible:
             if torch.is_grad_enabled():
@@ -158,22 +190,37 @@ class Overlap:
         ddp = self._ddp()
         measuring = self._phases.measuring and ddp is not None
         self.recorder.backward_ends(ddp.reducer.get_backward_stats() if measuring else None)  # type: ignore[union-attr]
+        self.deferred.backward_ends()
         if not all(self._phases.knows(job.key) for job in jobs):
-            self.deferred.settle_all()  # DDP may be about to replace the buckets
+            self.deferred.make_whole()  # DDP may be about to replace the buckets
 
     def outlook(self) -> Outlook | None:
         """What the plan's profile lets expect; None before there is one."""
-        profile, plan = self._engine.planner.profile, self._engine.planner.plan
-        if profile is None or plan is None or not profile.measured:
+        made = self._engine.planner.made
+        if made is None or made.profile is None or not made.profile.measured:
             return None
-        if self._planned is None or self._planned[0] is not profile:
-            step_s = simulate(plan, profile).step_s
-            self._planned = profile, Outlook(step_s, ideal(profile))
+        if self._planned is None or self._planned[0] is not made:
+            self._planned = made, self._predict(made.plan, made.profile)
         return self._planned[1]
+
+    def _predict(self, plan: Plan, profile: Profile) -> Outlook:
+        deferred_s = simulate(plan, profile).step_s
+        synchronous_s = simulate(plan, profile, deferred=False).step_s
+        cost_s = DEFER_S * len(profile.params)
+        worth_it = self._wanted or deferred_s + cost_s < synchronous_s
+        if not worth_it:
+            logger.warning(
+                "optimizer steps are not deferred: that would hide %.1f ms of communication a step "
+                "and cost %.1f ms; an explicit policy= defers them all the same",
+                1e3 * (synchronous_s - deferred_s),
+                1e3 * cost_s,
+            )
+        return Outlook(deferred_s, synchronous_s, ideal(profile), worth_it)
 
     def _advise(self) -> None:
         """Say once for each profile, on one rank, which bucket size would be better."""
-        profile, settings = self._engine.planner.profile, self._engine.settings
+        made, settings = self._engine.planner.made, self._engine.settings
+        profile = None if made is None else made.profile
         if profile is self._advised or profile is None or not profile.measured:
             return
         self._advised = profile
@@ -202,9 +249,7 @@ class Overlap:
         wrappers, traced = compiled_wrappers(ddp)
         self.deferred.whole_forward = bool(wrappers) or traced or scripted
         self.deferred.whole_step = traced
-        handles += [
-            one.register_forward_pre_hook(_Edge(self.deferred.settle_all)) for one in wrappers
-        ]
+        handles += [one.register_forward_pre_hook(_Edge(self.deferred.run_due)) for one in wrappers]
         return handles
 
     def forward_begins(self) -> None:
@@ -212,7 +257,7 @@ class Overlap:
         ddp = self._ddp()
         rebuilds = ddp is not None and (ddp.static_graph or not ddp.find_unused_parameters)
         if rebuilds and ddp is not None and not ddp._has_rebuilt_buckets:
-            self.deferred.settle_all()
+            self.deferred.make_whole()
         self.deferred.forward_begins()
         self._advise()
 
@@ -224,15 +269,16 @@ class Overlap:
 def _may_hide(module: torch.nn.Module) -> bool:
     """Whether its forward may read its parameters so that PyTorch's functions do not see it.
 
-    torch's own modules do not. Hooks on them would only slow them down: in evaluation a transformer
-    layer with hooks leaves its fast path.
+    torch's own modules do not (tests/test_pending_modules.py). Hooks on them would only slow them
+    down: in evaluation a transformer layer with hooks leaves its fast path.
     """
     has_own = any(True for _ in module.parameters(recurse=False))
     return has_own and not type(module).__module__.startswith("torch.nn.")
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():  # asks for no values
+        return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class _Edge:
@@ -241,7 +287,7 @@ class _Edge:
     def __init__(self, method: Callable[[], None] | None) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else dynamo compiles what it calls
+    @_disable_dynamo  # else it would compile what it calls
     def __call__(self, *_: Any) -> None:
         method = None if self._method is None else self._method()
         if method is not None:

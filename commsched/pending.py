@@ -35,7 +35,7 @@ class Owner(Protocol):
     """Who made a tensor wait."""
 
     def settle(self, tensor: torch.Tensor) -> None:
-        """Bring its values, and `unmark` it."""
+        """Bring its values, and `unmark` it; leave it marked if it may be used as it is."""
         ...
 
 
@@ -51,9 +51,10 @@ class _Waiting(torch.Tensor):
         if func in _VALUE_FREE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        _settle_within(args)
-        _settle_within(kwargs)
-        return func(*args, **kwargs)
+        if _settle_within(args) & _settle_within(kwargs):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # its owner lets it be used as it is
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with its values, which does not wait."""
@@ -98,16 +99,18 @@ _VALUE_FREE = {
 }
 
 
-def _settle_within(value: Any) -> None:
-    # As torch itself takes arguments apart: into subclasses of list and tuple too.
+def _settle_within(value: Any) -> bool:
+    """Settle all waiting tensors in a call's arguments; whether none waits any more."""
     if isinstance(value, torch.Tensor):
         settle(value)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            _settle_within(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            _settle_within(one)
+        return type(value) not in _PLAIN
+    # As torch itself takes arguments apart: into subclasses of list and tuple too. `min` rather
+    # than `all`, which would stop at the first that still waits.
+    if isinstance(value, list | tuple):
+        return min((_settle_within(one) for one in value), default=True)
+    if isinstance(value, dict):
+        return _settle_within([*value.values()])
+    return True
 
 
 def can_pend(param: torch.Tensor) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 __all__ = ["Phases"]
 
 MEASURE = 3  # steps with the same buckets before a plan is made of them
-CHECK = 100  # steps to the first look at whether the plan still fits; then twice as many, ...
-TOLERANCE = 1.25  # a step so much longer or shorter than at first: measure again
+CHECK = 100  # steps between looks at whether the plan still fits; doubled with each new measuring
+TOLERANCE = 1.25  # a step so many times as long or as short as predicted: measure again
 
 
 class Phases:

@@ -15,7 +15,9 @@ from commsched.codecs import get as get_codec
 from commsched.errors import CommSchedError
 from commsched.layout import BucketSpec, Chunk, Layout, Piece, digest_of, first_names
 
-__all__ = ["Plan", "Task", "agree"]
+__all__ = ["MOST_IN_FLIGHT", "Plan", "Task", "agree"]
+
+MOST_IN_FLIGHT = 16  # tasks of a policy's own choice; as many threads a lane has
 
 
 @dataclass(frozen=True)

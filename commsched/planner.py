@@ -15,7 +15,7 @@ from commsched.probe import agree_on_median, agree_on_profile
 from commsched.profile import Profile
 from commsched.settings import Settings
 
-__all__ = ["Begin", "Planner"]
+__all__ = ["Begin", "Made", "Planner"]
 
 logger = logging.getLogger("commsched")
 
@@ -35,15 +35,22 @@ class Begin:
     agreed_drift: float | None = None
 
 
+@dataclass(frozen=True)
+class Made:
+    """A plan, and the profile it was made from once one is measured."""
+
+    plan: Plan
+    profile: Profile | None
+
+
 class Planner:
-    """The present plan and what it was made from.
+    """Makes the plans of one model.
 
     Its conversations are tasks of the lane: all ranks hold them at the same place of its order.
     """
 
     def __init__(self, settings: Settings, world_size: int) -> None:
-        self.plan: Plan | None = None
-        self.profile: Profile | None = None  # once measured
+        self.made: Made | None = None  # the present plan; replaced as a whole, read by others
         self._settings = settings
         self._world_size = world_size
         self._policy = policies.get(settings.policy)
@@ -74,17 +81,18 @@ class Planner:
             )
         if begins.measured is None or layout is None:
             return None
-        self.profile = lane.agree(
+        profile = lane.agree(
             "agreeing on a profile",
             partial(agree_on_profile, lane.group, layout, self._world_size, begins.measured),
         )
-        return self._agree(lane, layout, self.profile)
+        return self._agree(lane, layout, profile)
 
     def _agree(self, lane: Lane, layout: Layout, profile: Profile | None) -> Plan:
         def make(layout: Layout) -> Plan:
             return self._policy(profile, self._settings) if profile else self.unmeasured(layout)
 
-        self.plan = lane.agree("agreeing on a plan", partial(agree, lane.group, layout, make))
-        logger.info("%s", str(self.plan).partition("\n")[0])
-        logger.debug("%s", self.plan)
-        return self.plan
+        plan = lane.agree("agreeing on a plan", partial(agree, lane.group, layout, make))
+        self.made = Made(plan, profile)
+        logger.info("%s", str(plan).partition("\n")[0])
+        logger.debug("%s", plan)
+        return plan

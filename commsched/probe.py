@@ -23,7 +23,7 @@ __all__ = ["Network", "agree_on_median", "agree_on_profile", "fit_link", "probe_
 
 # Bytes of each all-reduce, and how many of them travel at once; from small to large. The engine
 # sends several at once, and one alone does not fill a link.
-_BURSTS = ((4 << 10, 1), (64 << 10, 1), (1 << 20, 1), (1 << 20, 4))
+_BURSTS = ((4 << 10, 1), (64 << 10, 1), (1 << 20, 1), (1 << 20, 4), (1 << 20, 12))
 _ENOUGH_S = 0.05  # a burst that takes longer tells the bandwidth well enough: none larger
 _BUDGET_S = 0.1  # repeats of one burst
 _REPEATS = 5
@@ -42,7 +42,7 @@ class Network(Control, Protocol):
 
 
 def probe_link(group: Network, now: Callable[[], float] = time.perf_counter) -> Link:
-    """Time all-reduces of several sizes. Blocks for some 0.3 s at 1 Gbit/s, less on faster links.
+    """Time all-reduces of several sizes. Blocks for some 0.4 s at 1 Gbit/s, less on faster links.
 
     Collective. Which ones are sent next is decided from times that all ranks have agreed on, so all
     ranks send the same ones and find the same link.
@@ -52,7 +52,7 @@ def probe_link(group: Network, now: Callable[[], float] = time.perf_counter) -> 
         now: the clock, in seconds.
     """
     factor = 2 * (group.size - 1) / group.size
-    buffers = [torch.zeros(1 << 18) for _ in range(4)]
+    buffers = [torch.zeros(1 << 18) for _ in range(max(count for _, count in _BURSTS))]
     _timed(group, [buffers[0][: _BURSTS[0][0] // 4]], now)  # connects
     rows: list[tuple[float, float]] = []
     for nbytes, count in _BURSTS:
@@ -67,11 +67,12 @@ def probe_link(group: Network, now: Callable[[], float] = time.perf_counter) -> 
 
 
 def fit_link(rows: Sequence[tuple[float, float]]) -> Link:
-    """The line through the smallest and the largest transfer.
+    """The latency of the smallest transfer, and the slope between the two largest.
 
-    Those between are too close to either to say more. Noise may have made the large one the
-    faster: at least a hundredth of its time is taken to be the bandwidth's, and at least a
-    hundredth of the small one's the latency's.
+    The slope, since an idle link may take the first bytes faster than it goes on: a cloud's burst
+    allowance, a switch's buffer. Where there is only one large transfer, the slope from the
+    smallest to it. Noise may have made the large one the faster: at least a hundredth of its time
+    is taken to be the bandwidth's, and at least a hundredth of the small one's the latency's.
 
     Args:
         rows: (bytes that one rank sent, seconds), from small to large.
@@ -79,7 +80,8 @@ def fit_link(rows: Sequence[tuple[float, float]]) -> Link:
     (few, fast_s), (many, slow_s) = rows[0], rows[-1]
     if many <= few:  # one rank sends nothing
         return Link(fast_s, 0.0)
-    beta_s = max(slow_s - fast_s, slow_s / 100) / (many - few)
+    base, base_s = next((row for row in rows[:-1] if 4 * row[0] >= many), rows[0])
+    beta_s = max(slow_s - base_s, slow_s / 100) / (many - base)
     return Link(max(fast_s - few * beta_s, fast_s / 100), beta_s)
 
 

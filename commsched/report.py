@@ -106,8 +106,8 @@ class Exposure:
         self._open = timings, free_s
 
     def _settle(self) -> None:
-        if self._open is None:
-            return
+        if self._open is None or not all(one.done_s for one in self._open[0]):
+            return  # nothing, or still on its way
         (timings, free_s), self._open = self._open, None
         first_s = timings[0].ready_s
         times = []

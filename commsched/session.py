@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,9 +64,8 @@ class Session:
         optimizers: tuple[Optimizer, ...] = (),
     ) -> None:
         timeout_s = settings.timeout_s or timeout_of(process_group)
-        policy = settings.policy
-        if policy == policies.AUTO:
-            policy = "priority" if optimizers else "fifo"
+        chosen = settings.policy != policies.AUTO
+        policy = settings.policy if chosen else "priority" if optimizers else "fifo"
         self.settings = settings = replace(settings, timeout_s=timeout_s, policy=policy)
         self.buckets = buckets
         self.exposure = Exposure()
@@ -80,7 +80,7 @@ class Session:
         )
         self.overlap: Overlap | None = None
         if optimizers and ddp is not None:
-            self.overlap = Overlap(ddp, optimizers, self.engine)
+            self.overlap = Overlap(ddp, optimizers, self.engine, wanted=chosen)
         # Where DDP leaves out unused buckets, or registers them late, it may never say "last".
         self._says_last_later = ddp is not None and not ddp.skip_all_reduce_unused_params
         self._says_last = self._says_last_later and not (ddp is not None and ddp.static_graph)
@@ -93,6 +93,7 @@ class Session:
         self._slack = SLACK if copies else 0.0
         self._step: _Step | None = None
         self._keys: list[int] = []  # of the latest step
+        self._thread = threading.get_ident()  # the training thread
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """One hook call. Never blocks, but for a static graph's first backward."""
@@ -140,8 +141,8 @@ class Session:
 
     def report(self) -> Report:
         """What was measured so far."""
-        engine, plan = self.engine, self.engine.planner.plan
-        digest = None if plan is None else plan.digest
+        engine, made = self.engine, self.engine.planner.made
+        digest = None if made is None else made.plan.digest
         settings = self.settings
         report = self.exposure.report(engine.wire_bytes, settings.codec, settings.policy, digest)
         outlook = None if self.overlap is None else self.overlap.outlook()
@@ -197,19 +198,21 @@ class Session:
     def synchronize(self) -> None:
         """Wait for all sums, and run all recorded optimizer steps."""
         if self.overlap is not None:
-            self.overlap.deferred.settle_all()
+            self.overlap.deferred.make_whole()
         self.engine.synchronize()
 
     def close(self) -> None:
         """Finish what was begun, if it can be, and end the thread and the group."""
-        if self.engine.on_its_thread():
-            # Garbage collection, of a model whose parameters may live on: they will settle.
+        here = threading.current_thread()
+        if here is not threading.main_thread() and here.ident != self._thread:
+            # Garbage collection may run anywhere, also where the engine waits for this thread. The
+            # model's parameters may live on: they will settle.
             self.engine.retire()
             return
         try:
             # Within a backward other ranks may wait for buckets that will never come.
             if self.overlap is not None and self._step is None:
-                self.overlap.deferred.settle_all()
+                self.overlap.deferred.make_whole()
         except CommSchedError as error:
             logger.error("optimizer steps are lost: %s", error)
         finally:

@@ -61,15 +61,23 @@ class State:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         **settings: Any,
     ) -> None:
-        self._optimizers = () if optimizer is None else accept(optimizer)
-        self._process_group = process_group
-        self._resolved: Resolved = resolve(settings)
-        self._keywords = dict(settings)
+        self._set_up(process_group, () if optimizer is None else accept(optimizer), settings)
         if not self._optimizers and self.settings.policy not in (policies.AUTO, "fifo"):
             raise SettingsError(
                 f"policy={self.settings.policy!r} orders communication for the next forward, which "
                 "needs State(optimizer=...); hand the optimizer over, or use policy='fifo'"
             )
+
+    def _set_up(
+        self,
+        process_group: dist.ProcessGroup | None,
+        optimizers: tuple[Optimizer, ...],
+        settings: dict[str, Any],
+    ) -> None:
+        self._process_group = process_group
+        self._optimizers = optimizers
+        self._resolved: Resolved = resolve(settings)
+        self._keywords = dict(settings)
         self._session: Session | None = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._inactive = "no gradient bucket has come yet"
@@ -215,7 +223,10 @@ class State:
         return {"keywords": self._keywords}
 
     def __setstate__(self, data: dict[str, Any]) -> None:
-        self.__init__(**data["keywords"])  # type: ignore[misc]
+        # A copy has no optimizer, and so no use for an order for the next forward.
+        keywords = data["keywords"]
+        self._set_up(None, (), {**keywords, "policy": policies.AUTO})
+        self._keywords = keywords
 
     def __repr__(self) -> str:
         return f"commsched.State({self._resolved.describe()})"

@@ -28,7 +28,8 @@ class Run:
 
     def __init__(self, rank: int, hooked: bool, settings: dict[str, Any] | None = None) -> None:
         self.rank, self.hooked = rank, hooked
-        self.settings = {**SMALL, **(settings or {})}
+        # Explicit: on loopback commsched would find that deferring gains nothing.
+        self.settings = {"policy": "priority", **SMALL, **(settings or {})}
         self.states: list[commsched.State] = []
         self.deferred = 0  # calls of `step` that left recorded steps behind
         self.kept: list[torch.Tensor] = []  # to be equal with plain DDP

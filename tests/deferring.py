@@ -48,7 +48,8 @@ class Training:
         )
         self.state: commsched.State | None = None
         if not plain:
-            settings = {**SMALL, "timeout_s": 10.0, **settings}
+            # Explicit: on loopback commsched would find that deferring gains nothing.
+            settings = {"policy": "priority", **SMALL, "timeout_s": 10.0, **settings}
             self.state = commsched.attach(self.model, optimizer=self.optimizer, **settings)
         self.number = 0
 

@@ -93,7 +93,7 @@ def test_compiled(rank: int, where: str, backend: str) -> None:
 def just_leave(rank: int, world_size: int, readers: tuple[int, ...], destroy: bool) -> None:
     model = DDP(mlp(), bucket_cap_mb=0.01, gradient_as_bucket_view=True)
     opt = optim.SGD(model.parameters(), lr=0.05)
-    state = commsched.State(optimizer=opt, **SMALL)
+    state = commsched.State(optimizer=opt, policy="priority", **SMALL)
     model.register_comm_hook(state, commsched.hook)
     for step in range(10):
         opt.zero_grad()

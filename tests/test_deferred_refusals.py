@@ -16,11 +16,16 @@ from tests.test_deferred_safety import says_what_to_do
 
 @ranks(2)
 def test_no_gradient_as_bucket_view(rank: int) -> None:
-    training = Training(ddp={"gradient_as_bucket_view": False})
-    for _ in range(2):
+    with pytest.raises(commsched.CommSchedError, match="gradient_as_bucket_view=True"):
+        Training(ddp={"gradient_as_bucket_view": False})  # attach says so at once
+    model = DDP(mlp(), bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = commsched.State(optimizer=optimizer, **SMALL)
+    model.register_comm_hook(state, commsched.hook)
+    for number in range(2):  # the reducer is not broken by the first one
         with pytest.raises(commsched.CommSchedError, match="gradient_as_bucket_view=True"):
-            training.step(rank)
-    training.close()
+            mlp_loss(model, number, rank).backward()
+    state.close()
 
 
 @ranks(2)
@@ -44,7 +49,7 @@ def test_handed_over_on_one_rank_only(rank: int) -> None:
     torch.manual_seed(7)
     model = DDP(mlp(), bucket_cap_mb=0.01, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if rank == 0 else None
-    state = commsched.attach(model, optimizer=optimizer, **SMALL)
+    state = commsched.attach(model, optimizer=optimizer, policy="fifo", **SMALL)
     with pytest.raises(commsched.SettingsError) as caught:
         mlp_loss(model, 0, rank).backward()
     assert "optimizer is True on rank 0 and False on rank 1" in str(caught.value)
@@ -64,7 +69,10 @@ def test_another_policy_on_each_rank(rank: int) -> None:
 def test_an_optimizer_serves_one_live_state(rank: int) -> None:
     training = Training().run(rank)
     other = DDP(mlp(), gradient_as_bucket_view=True)
-    second = commsched.attach(other, optimizer=training.optimizer, **SMALL)
+    with pytest.raises(commsched.CommSchedError, match=r"another commsched.State"):
+        commsched.attach(other, optimizer=training.optimizer, **SMALL)
+    second = commsched.State(optimizer=training.optimizer, **SMALL)
+    other.register_comm_hook(second, commsched.hook)
     for number in range(2):
         with pytest.raises(commsched.CommSchedError, match=r"another commsched.State"):
             mlp_loss(other, number, rank).backward()

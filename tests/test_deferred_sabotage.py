@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 import commsched
-from commsched import deferred, ledger
+from commsched import deferred
 from commsched.deferred import Deferred
-from commsched.handover import Handover, Recorded
+from commsched.handover import Handover
 from commsched.jobs import Job
+from commsched.ledger import Ledger
+from commsched.shadow import Recorded
+from commsched.watch import Watch
 from tests.deferring import Training, differ, grads, late_sum, slow_wire
 from tests.distributed import ranks
 from tests.parity import mlp
@@ -155,10 +158,6 @@ def both(*sabotages: Sabotage) -> ExitStack:
     return stack
 
 
-def unseen_touch() -> tuple[Sabotage, ...]:
-    return patched(ledger, "refuse_touched"), patched(deferred, "refuse_touched")
-
-
 # What breaks; what is trained; what comes of it when whole; and when broken.
 BROKEN: dict[str, tuple[Sabotage, Train, str, tuple[str, ...]]] = {
     "sums are not waited for": (
@@ -167,7 +166,7 @@ BROKEN: dict[str, tuple[Sabotage, Train, str, tuple[str, ...]]] = {
         "exact",
         ("differs",),
     ),
-    "waiting returns at once": (patched(Deferred, "_wait_for"), steps, "exact", ("raises",)),
+    "waiting returns at once": (patched(Ledger, "wait_for"), steps, "exact", ("raises", "refused")),
     "steps left at forward's end": (
         patched(Deferred, "forward_ends", only_measures),
         steps,
@@ -190,12 +189,17 @@ BROKEN: dict[str, tuple[Sabotage, Train, str, tuple[str, ...]]] = {
     "no load_state_dict hook": (without_hooks, loads, "exact", ("differs",)),
     "gradients are not marked": (patched(deferred, "mark_grad"), clips, "exact", ("refused",)),
     "gradients are not marked, and touching is not seen": (
-        lambda _: both(patched(deferred, "mark_grad"), *unseen_touch()),
+        lambda _: both(patched(deferred, "mark_grad"), patched(Job, "refuse_touched")),
         clips,
         "exact",
         ("differs",),
     ),
-    "touching is not seen": (lambda _: both(*unseen_touch()), meddles, "refused", ("differs",)),
+    "touching is not seen": (
+        patched(Job, "refuse_touched"),
+        meddles,
+        "refused",
+        ("differs",),
+    ),
     "live hyper-parameters": (patched(Handover, "record", live), schedules, "exact", ("differs",)),
     "another optimizer": (patched(Deferred, "before_step_of"), another, "exact", ("exact",)),
     "another optimizer, and gradients are not marked": (
@@ -207,7 +211,7 @@ BROKEN: dict[str, tuple[Sabotage, Train, str, tuple[str, ...]]] = {
 }
 HIDDEN: dict[str, tuple[Sabotage, Train, str, tuple[str, ...]]] = {
     "late reads are not seen": (
-        patched(Deferred, "_refuse_late"),
+        patched(Watch, "refuse_late"),
         hides,
         "refused",
         ("differs",),

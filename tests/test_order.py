@@ -65,8 +65,8 @@ def test_issue_order_is_equal_under_random_delays(rank: int, policy: str) -> Non
             # The mean, and of this bucket: a swap of equal sizes would be silent otherwise.
             assert torch.equal(job.result, torch.full_like(job.result, key + 50.0 + iteration))
     issued = list(engine.issued)
-    plan = engine.planner.plan
-    assert plan is not None
+    assert engine.planner.made is not None
+    plan = engine.planner.made.plan
     engine.close()
     assert len(issued) >= 1000
     theirs: list[list[tuple[str, int]]] = [[], []]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from commsched import codecs, policies
 from commsched.layout import BucketSpec, Layout, ParamSpec
-from commsched.plan import Plan, Task
-from commsched.policies.priority import ALPHAS, CHUNK_S, IN_FLIGHT, MOST_IN_FLIGHT, sizes_for
+from commsched.plan import MOST_IN_FLIGHT, Plan, Task
+from commsched.policies.priority import ALPHAS, CHUNK_S, IN_FLIGHT, sizes_for
 from commsched.policies.priority import MAX_CHUNK_BYTES as MOST
 from commsched.policies.priority import MIN_CHUNK_BYTES as LEAST
 from commsched.profile import Link, ParamTimes, Profile

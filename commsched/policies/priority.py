@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 from commsched import codecs
 from commsched.layout import Chunk, Layout, cut
-from commsched.plan import Plan, Task
+from commsched.plan import MOST_IN_FLIGHT, Plan, Task
 from commsched.policies.fifo import fifo
 from commsched.profile import Link, Profile
 from commsched.settings import Settings
@@ -22,7 +22,6 @@ ALPHAS = 8.0  # ... but at least so many latencies, in case nothing hides them
 MIN_CHUNK_BYTES = 2**18
 MAX_CHUNK_BYTES = 2**24
 IN_FLIGHT = 3  # tasks: one on the wire, one behind it, one being encoded or decoded
-MOST_IN_FLIGHT = 64
 MARGIN = 1.0  # chunks that should still be waiting for the link when the next bucket comes
 
 

@@ -1,0 +1,102 @@
+"""Shadows: the user's own optimizer, stepping a few parameters with recorded hyper-parameters.
+
+No optimizer is re-implemented. The real `step` runs on a shadow of the user's optimizer: an object
+of the same class that shares its state but whose `param_groups` hold only the parameters at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from commsched import coupling
+
+__all__ = ["Recorded", "Row", "record", "step"]
+
+Row = tuple[int, nn.Parameter, torch.Tensor | None]  # index of its group, parameter, gradient
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """Hyper-parameters of every group at the moment the user called `step()`."""
+
+    groups: tuple[dict[str, Any], ...]  # without "params"
+
+
+def record(optimizer: Optimizer) -> Recorded:
+    """The groups' hyper-parameters, as they are now."""
+    return Recorded(
+        tuple(
+            {key: _kept(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        )
+    )
+
+
+def _kept(value: Any) -> Any:
+    # A tensor learning rate is changed in place by LR schedulers.
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def step(optimizer: Optimizer, recorded: Recorded, rows: Iterable[Row]) -> str | None:
+    """Run the optimizer's step for some parameters only.
+
+    Args:
+        optimizer: the user's.
+        recorded: the hyper-parameters.
+        rows: the parameters.
+
+    Returns:
+        How the step turned out to couple its parameters, if it did.
+    """
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__ = dict(optimizer.__dict__)
+    groups: dict[int, dict[str, Any]] = {}
+    saved: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+    for index, param, grad in rows:
+        if index not in groups:
+            groups[index] = {**recorded.groups[index], "params": []}
+        groups[index]["params"].append(param)
+        saved.append((param, param.grad))
+        param.grad = grad
+    shadow.param_groups = list(groups.values())
+    before = coupling.traces(shadow)
+    # Without torch's wrapper, which calls step hooks: those are for whole steps.
+    own_step: Callable[..., Any] = type(optimizer).step
+    own_step = getattr(own_step, "__wrapped__", own_step)
+    try:
+        with _as_after_backward():
+            own_step(shadow)
+    finally:
+        for param, users in saved:
+            param.grad = users
+    return coupling.changed(before, coupling.traces(shadow))
+
+
+@contextmanager
+def _as_after_backward() -> Iterator[None]:
+    """An optimizer's usual surroundings, whatever the forward that asks for its step is doing."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    jit: Any = torch._C
+    tracing = jit._get_tracing_state()  # torch.jit.trace would record the step
+    jit._set_tracing_state(None)
+    try:
+        with (
+            temporarily_clear_interpreter_stack() if transformed else nullcontext(),  # torch.func
+            _disable_current_modes(),  # fake tensors and the like
+            torch._C.DisableTorchFunction(),
+            torch.autocast("cpu", enabled=False),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+    finally:
+        jit._set_tracing_state(tracing)
