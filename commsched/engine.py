@@ -18,24 +18,22 @@ from typing import Any
 
 import torch
 
-from commsched import exchange
-from commsched.blame import CollectiveError, blaming, explained
+from commsched.blame import CollectiveError, explained
 from commsched.codecs.feedback import ErrorFeedback
 from commsched.errors import CommSchedError
+from commsched.flight import Flight
 from commsched.group import Membership
 from commsched.iteration import Iteration
 from commsched.jobs import Job, Progress, Run
 from commsched.lane import Lane
 from commsched.outstanding import TICK_S, Outstanding
 from commsched.packer import Packer
-from commsched.plan import Plan, Task
 from commsched.planner import Begin, Planner
 from commsched.settings import Settings
 
 __all__ = ["CLOSED", "Engine"]
 
 CLOSED = "this commsched.State is closed; wrap the model in a new DDP, with a new State"
-HISTORY = 4096  # issued tasks remembered, for tests and for a look at a stuck job
 
 logger = logging.getLogger("commsched")
 
@@ -57,9 +55,7 @@ class Engine:
         self.settings = settings
         self._optimizer = optimizer  # handed over: compared over ranks
         self.planner = Planner(settings, len(member.ranks))
-        self.wire_bytes = 0  # sent since the start, by our own count
-        self.issued: deque[tuple[str, int]] = deque(maxlen=HISTORY)  # plan digest, task index
-        self._packer = Packer(len(member.ranks), feedback)
+        self._flight = Flight(Packer(len(member.ranks), feedback))
         self._lane: Lane | None = None
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outstanding = Outstanding()
@@ -69,13 +65,20 @@ class Engine:
         self._retiring = False
         self._iteration = Iteration(self.planner.unmeasured, None)
         self._held: deque[Callable[[], None]] = deque()  # events of an iteration begun too early
-        self._in_flight: list[Run] = []
-        self._arrived: deque[tuple[Run, torch.Tensor]] = deque()
-        self._last: tuple[Plan, Task] | None = None  # issued last
         self._thread = threading.Thread(
             target=self._main, args=(member,), name="commsched-engine", daemon=True
         )
         self._thread.start()
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes sent since the start, by our own count."""
+        return self._flight.wire_bytes
+
+    @property
+    def issued(self) -> list[tuple[str, int]]:
+        """The tasks issued last, in order: digest of the plan, index in it."""
+        return list(self._flight.issued)
 
     # ---- called by the training thread -----------------------------------------------------
 
@@ -110,7 +113,7 @@ class Engine:
     def _check_alive(self) -> None:
         silent_s = time.monotonic() - self._beat_s
         if not self._thread.is_alive() or silent_s > self.settings.timeout_s + 10 * TICK_S:
-            last = self._last
+            last = self._flight.last
             what = "meeting the other ranks" if last is None else last[0].describe(last[1])
             self.fail(
                 CommSchedError(
@@ -173,22 +176,21 @@ class Engine:
             self._leave(lane)
 
     def _leave(self, lane: Lane) -> None:
-        if self._announce or self._in_flight or self._iteration.order:
+        if self._announce or self._flight.on_the_wire() or self._iteration.order:
             # Others wait for us, whoever stopped us: an error here, Ctrl-C, close().
             lane.announce(self._outstanding.error)
-        if self._in_flight:
+        if self._flight.on_the_wire():
             lane.group.abandon()
         lane.leave()
         self._lane = None
         # They hold gradients.
-        self._in_flight.clear()
-        self._arrived.clear()
+        self._flight.clear()
         self._held.clear()
         self._iteration = Iteration(self.planner.unmeasured, None)
 
     def _turn(self, lane: Lane) -> None:
         try:
-            event = self._queue.get(timeout=TICK_S if self._in_flight else None)
+            event = self._queue.get(timeout=TICK_S if self._flight.on_the_wire() else None)
         except queue.Empty:
             event = partial(self._on_tick, lane)
         self._beat_s = time.monotonic()
@@ -211,66 +213,31 @@ class Engine:
         present ones travel.
         """
         self._issue_ready(lane)
-        while self._arrived:
-            self._finish(*self._arrived.popleft())
+        while (run := self._flight.decode_next()) is not None:
+            self._finish(run)
             self._issue_ready(lane)
         head = self._iteration.head()
-        if head is not None and head.wire is None:
-            with blaming(head):
-                self._packer.pack(head)
+        if head is not None:
+            self._flight.encode(head)
 
     def _issue_ready(self, lane: Lane) -> None:
-        while (run := self._iteration.head()) is not None:
-            used = sum(other.task.wire_bytes for other in self._in_flight)
-            if used and used + run.task.wire_bytes > run.plan.credit_bytes:
-                return
-            self._issue(self._iteration.order.popleft(), lane)
-
-    def _issue(self, run: Run, lane: Lane) -> None:
-        if run.unknown:
-            # Ranks with other buckets would sum different gradients, or crash gloo with a size it
-            # does not expect. Checked here, in the lane's order, and only while buckets are new.
-            self.planner.compare(lane, run.plan.layout)
-        with blaming(run):
-            wire = self._packer.pack(run) if run.wire is None else run.wire
-        run.stages = self._packer.exchange_of(run)(lane.group, wire)
-        self._last = run.plan, run.task  # not the run: it holds gradients
-        run.sequence = lane.sequence
-        run.issued_s = time.monotonic()
-        lane.sequence += 1
-        self.issued.append((run.plan.digest, run.task.index))
-        self.wire_bytes += exchange.wire_bytes(wire, lane.group.size, run.task.op)
-        self._in_flight.append(run)
-        lane.watch(run, next(run.stages))
+        while (run := self._iteration.head()) is not None and self._flight.has_room(run):
+            self._iteration.order.popleft()
+            if run.unknown:
+                # Ranks with other buckets would sum different gradients, or crash gloo with a size
+                # it does not expect. Checked here, in the lane's order, and only while buckets are
+                # new.
+                self.planner.compare(lane, run.plan.layout)
+            self._flight.issue(run, lane)
 
     def _post(self, lane: Lane, run: Run, future: torch.futures.Future[Any]) -> None:
-        self._queue.put(partial(self._on_collective, lane, run, future))
-
-    def _on_collective(self, lane: Lane, run: Run, future: torch.futures.Future[Any]) -> None:
-        assert run.stages is not None
-        try:
-            tensors = future.value()
-        except Exception as error:
-            raise CollectiveError(run, str(error).strip()) from None
-        try:
-            work = run.stages.send(tensors)
-        except StopIteration as stop:
-            self._in_flight.remove(run)
-            self._arrived.append((run, stop.value))
-        else:
-            lane.watch(run, work)
+        self._queue.put(partial(self._flight.on_collective, lane, run, future))
 
     def _on_tick(self, lane: Lane) -> None:
         lane.check_peers()
-        run = min(self._in_flight, key=lambda run: run.issued_s)
-        late_s = time.monotonic() - run.issued_s
-        if late_s > self.settings.timeout_s:
-            raise CollectiveError(run, f"not done {late_s:.1f} s after it was issued")
+        self._flight.check_deadline(self.settings.timeout_s)
 
-    def _finish(self, run: Run, total: torch.Tensor) -> None:
-        with blaming(run):
-            self._packer.unpack(run, total)
-        run.done = True
+    def _finish(self, run: Run) -> None:
         for bucket, job in run.jobs.items():
             job.task_done(run.covers[bucket])
             if job.tasks_left == 0:
@@ -323,7 +290,7 @@ class Engine:
         iteration = self._iteration
         if not iteration.ended or iteration.closed:
             return False
-        if iteration.order or self._in_flight or self._arrived:
+        if iteration.order or not self._flight.over():
             return False
         iteration.closed = True
         layout = iteration.new_layout()

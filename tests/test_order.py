@@ -64,7 +64,7 @@ def test_issue_order_is_equal_under_random_delays(rank: int, policy: str) -> Non
             assert job.done.is_set()
             # The mean, and of this bucket: a swap of equal sizes would be silent otherwise.
             assert torch.equal(job.result, torch.full_like(job.result, key + 50.0 + iteration))
-    issued = list(engine.issued)
+    issued = engine.issued
     assert engine.planner.made is not None
     plan = engine.planner.made.plan
     engine.close()
@@ -95,13 +95,13 @@ def test_credit_bounds_what_is_in_flight(rank: int) -> None:
     settings = Settings(chunk_mb=0.01, credit_mb=0.02, fusion_mb=0.0, timeout_s=30.0)
     engine = Engine(Membership(dist.group.WORLD), settings, None)
     seen: list[int] = []
-    issue = engine._issue
+    issue = engine._flight.issue
 
     def spy(run, lane):  # type: ignore[no-untyped-def]
         issue(run, lane)
-        seen.append(sum(other.task.wire_bytes for other in engine._in_flight))
+        seen.append(engine._flight.bytes_on_the_wire())
 
-    engine._issue = spy  # type: ignore[method-assign]
+    engine._flight.issue = spy  # type: ignore[method-assign]
     spec = BucketSpec((ParamSpec("p", 50_000),), "float32")
     job = Job(0, spec, torch.ones(50_000), Progress())
     engine.submit(job, Begin())
