@@ -289,6 +289,13 @@ def test_an_emulated_forward_forgives_python_but_no_wait(monkeypatch: pytest.Mon
     assert forward_s(work, 0.08, is_hook=False) == pytest.approx(1.03)
 
 
+def test_the_microbenchmarks_run() -> None:
+    done = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/micro.py", "--benchmark-disable"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_demo_ends_with_equal_losses() -> None:
     done = run("-m", "commsched.demo", "--loopback", "--steps", "12", timeout_s=150)
     assert done.returncode == 0, done.stdout + done.stderr
