@@ -8,6 +8,7 @@ user's own optimizer does the stepping, and no use of a parameter is missed (see
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from commsched.watch import Watch
 __all__ = ["Deferred"]
 
 ELSEWHERE = (
-    "another thread reads a parameter or gradient whose deferred step has not run; call "
+    "another thread or process reads a parameter or gradient whose deferred step has not run; call "
     "state.synchronize() in the training thread before, or leave optimizer= out"
 )
 REPLACED = (
@@ -59,10 +60,10 @@ class Deferred(Listener):
         self._params = list(ddp.module.parameters())
         names: dict[int, str] = {id(p): name for name, p in ddp.module.named_parameters()}
         self.watch = Watch(recorder, names, bool(ddp.find_unused_parameters))
-        self._ledger = Ledger(engine, recorder, names)
+        self._ledger = Ledger(engine, recorder, names, self)
         self._open = False  # a backward has begun and not ended
         self._said: set[str] = set()
-        self._thread = threading.get_ident()  # the training thread
+        self._thread = os.getpid(), threading.get_ident()  # the training thread
         self.handovers = [Handover(optimizer, self) for optimizer in optimizers]
         listen(self)
 
@@ -88,6 +89,8 @@ class Deferred(Listener):
         """After DDP's forward: the coming backward writes into the buckets."""
         late = [due.sum.param for due in self.due.values()]
         self.make_whole()
+        for handover in self.handovers:
+            handover.unmark()
         self.recorder.forward_ends()
         self.watch.note_late(late)
 
@@ -134,7 +137,7 @@ class Deferred(Listener):
             CommSchedError: gradients were changed since backward(); or a closure is given to an
                 optimizer that may call it more than once.
         """
-        self._thread = threading.get_ident()
+        self._thread = os.getpid(), threading.get_ident()
         loss = None
         if closure is not None:
             loss = self._evaluate(handover, closure)
@@ -160,7 +163,7 @@ class Deferred(Listener):
         Raises:
             CommSchedError: communication failed, or its gradient was changed meanwhile.
         """
-        if threading.get_ident() != self._thread:
+        if self._elsewhere():
             raise CommSchedError(ELSEWHERE)
         due = self.due.get(id(tensor))
         if due is not None:
@@ -184,7 +187,7 @@ class Deferred(Listener):
             CommSchedError: communication failed, gradients were changed meanwhile, or this is not
                 the training thread.
         """
-        if self.due and threading.get_ident() != self._thread:
+        if self.due and self._elsewhere():
             raise CommSchedError(ELSEWHERE)
         self._ledger.run_all()
 
@@ -204,6 +207,14 @@ class Deferred(Listener):
             )
         self._ledger.finish()
 
+    def before_fork(self) -> None:
+        """The process forks, a DataLoader's worker perhaps: it shall find parameters up to date."""
+        if self.due and not self._elsewhere():
+            self.run_due()
+
+    def _elsewhere(self) -> bool:
+        return (os.getpid(), threading.get_ident()) != self._thread
+
     def before_step_of(self, optimizer: Optimizer) -> None:
         """An optimizer steps for real: where it was not handed over, it must find whole sums."""
         if self._ledger.whole():
@@ -211,7 +222,11 @@ class Deferred(Listener):
         ours = any(handover.is_for(optimizer) for handover in self.handovers)
         params = (param for group in optimizer.param_groups for param in group["params"])
         if not ours and any(id(param) in self._ledger.sums for param in params):
-            self._say(f"a {type(optimizer).__name__} that was not handed over steps this model")
+            self._say(
+                f"an optimizer ({type(optimizer).__name__}) that was not handed over steps this "
+                "model: it waits for all sums, so that forward hides none of them; hand it over "
+                "in State(optimizer=...)"
+            )
             self.make_whole()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -269,9 +284,12 @@ class Deferred(Listener):
                 else:
                     if one.grad is not None and one.grad is not grad:
                         raise CommSchedError(REPLACED)
+                    one.grad = grad
                     one.job.refuse_touched()
                     ledger.add(Due(one, grad, handover, recorded, group))
                     mark_param(param, self)
+        if any(due.handover is handover for due in self.due.values()):
+            handover.mark()
         if now:
             ledger.timed([row[1] for row in now], lambda: handover.run(recorded, now))
 

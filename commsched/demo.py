@@ -290,7 +290,8 @@ def main() -> int:
     equal = all(same_losses(results["plain DDP"], results[run]) for run in EXACT)
     verdict = "yes" if equal else "no"
     console.print(f"losses of plain DDP and both exact runs equal, bit for bit: {verdict}")
-    console.print(f"in your own job, after wrapping the model: {ONE_LINE}", soft_wrap=True)
+    console.print("in your own job, after wrapping the model:")
+    console.print(ONE_LINE, soft_wrap=True)
     return 0 if equal else 1
 
 

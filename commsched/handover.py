@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import cache, wraps
 from types import MethodType
 from typing import Any
 
@@ -20,6 +22,7 @@ from commsched.shadow import Recorded, Row
 __all__ = ["Handover", "Listener", "accept", "listen", "refuse_taken"]
 
 Step = Callable[..., Any]
+logger = logging.getLogger("commsched")
 
 
 class Listener:
@@ -35,6 +38,10 @@ class Listener:
 
     def make_whole(self) -> None:
         """Everything recorded must have run, and all sums be there, now."""
+        raise NotImplementedError
+
+    def before_fork(self) -> None:
+        """This process is about to fork."""
         raise NotImplementedError
 
     def before_step_of(self, optimizer: Optimizer) -> None:
@@ -54,7 +61,10 @@ def accept(optimizer: Any) -> tuple[Optimizer, ...]:
         if (why := coupling.named_coupled(one)) is not None:
             raise coupling.refuse(one, why)
     if len({id(one) for one in found}) != len(found) or not found:
-        raise CommSchedError("State(optimizer=...) takes one optimizer or a list of different ones")
+        raise CommSchedError(
+            "State(optimizer=...) takes one optimizer or a list of different ones, not "
+            f"{'an empty list' if not found else 'the same one twice'}"
+        )
     return found
 
 
@@ -85,11 +95,13 @@ class Handover:
         refuse_taken(optimizer)
         self.optimizer = optimizer
         self.given_back = False
+        self._kind: Any = type(optimizer)
         self._original: Step = optimizer.step
         self._replaced = _is_replaced(optimizer)
         self._proved = coupling.trusted(optimizer)
         # The optimizer's methods must not keep us alive.
-        me, them = weakref.ref(self), weakref.ref(listener)
+        self._them = them = weakref.ref(listener)
+        me = weakref.ref(self)
         optimizer.__dict__["_commsched"] = me
         self._install_step(me, them)
         self._handles = [
@@ -122,9 +134,23 @@ class Handover:
         # A bound method, since LR schedulers made after us take its __func__.
         self.optimizer.step = MethodType(hidden, self.optimizer)  # type: ignore[method-assign]
 
+    def mark(self) -> None:
+        """Steps are due: whoever reads `optimizer.state` must have them run first."""
+        _become(self.optimizer, pending_kind(self._kind))
+
+    def unmark(self) -> None:
+        """No step is due any more."""
+        _become(self.optimizer, self._kind)
+
+    def settle(self) -> None:
+        """Run what is due, for whoever reads `optimizer.state`."""
+        _run_due(self._them)
+        self.unmark()
+
     def give_back(self) -> None:
         """From now on the optimizer steps when it is told to."""
         self.given_back = True
+        self.unmark()
         for handle in self._handles:
             handle.remove()
 
@@ -173,7 +199,7 @@ class Handover:
             for param in group["params"]
             if id(param) in chosen
         ]
-        shadow.step(self.optimizer, self.record(), rows)
+        shadow.step(self.optimizer, self._kind, self.record(), rows)
 
     def record(self) -> Recorded:
         """The groups' hyper-parameters, as they are now."""
@@ -185,7 +211,7 @@ class Handover:
         Raises:
             CommSchedError: it turns out that the step couples the parameters.
         """
-        why = shadow.step(self.optimizer, recorded, rows)
+        why = shadow.step(self.optimizer, self._kind, recorded, rows)
         if why is not None:
             raise coupling.refuse(self.optimizer, why)
 
@@ -193,6 +219,37 @@ class Handover:
         """Whether `optimizer` is the handed-over one, or a shadow of it."""
         holder = optimizer.__dict__.get("_commsched")
         return holder is not None and holder() is self
+
+
+def _become(optimizer: Any, kind: type[Optimizer]) -> None:
+    optimizer.__class__ = kind
+
+
+@cache
+def pending_kind(kind: Any) -> type[Optimizer]:
+    """A subclass of an optimizer's class, of the same name, that runs due steps first."""
+
+    def settle(optimizer: Optimizer) -> None:
+        holder = optimizer.__dict__["_commsched"]()
+        if holder is not None:
+            holder.settle()
+
+    def get(optimizer: Optimizer) -> Any:
+        settle(optimizer)
+        return optimizer.__dict__["state"]
+
+    def put(optimizer: Optimizer, state: Any) -> None:
+        settle(optimizer)
+        optimizer.__dict__["state"] = state
+
+    def reduce(optimizer: Optimizer, protocol: Any) -> Any:
+        settle(optimizer)
+        _become(optimizer, kind)
+        return optimizer.__reduce_ex__(protocol)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    body = {"state": property(get, put), "__reduce_ex__": reduce, **names}
+    return type(kind.__name__, (kind,), body)
 
 
 def _is_replaced(optimizer: Optimizer) -> bool:
@@ -238,7 +295,16 @@ def listen(listener: Listener) -> None:
     """From now on tell `listener` of every step of any optimizer."""
     if before_foreign_step not in torch_optimizer._global_optimizer_pre_hooks.values():
         torch_optimizer.register_optimizer_step_pre_hook(before_foreign_step)
+        os.register_at_fork(before=_before_fork)
     listeners.add(listener)
+
+
+def _before_fork() -> None:
+    for listener in tuple(listeners):
+        try:
+            listener.before_fork()
+        except CommSchedError as error:  # whoever needs the parameters will hear it
+            logger.error("before a fork: %s", error)
 
 
 def _run_due(them: weakref.ref[Listener]) -> None:

@@ -26,10 +26,10 @@ __all__ = ["Job", "Poison", "Progress", "Run", "Timing"]
 
 TOUCHED = (
     "gradients were changed between backward() and the deferred step, while they were being "
-    "summed: by a second backward() without a forward in between, or through a tensor taken from "
-    "p.grad before. Take p.grad anew each time, use state.clip_grad_norm_(max_norm), or call "
-    "state.synchronize() after backward(): from there on gradients are whole and may be changed. "
-    "Or leave optimizer= out"
+    "summed: by a backward() that the DDP model's forward did not come before, or through a tensor "
+    "taken from p.grad before. Take p.grad anew each time, use state.clip_grad_norm_(max_norm), or "
+    "call state.synchronize() after backward(): from there on gradients are whole and may be "
+    "changed. Or leave optimizer= out"
 )
 
 

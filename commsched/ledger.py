@@ -14,7 +14,7 @@ from commsched.errors import CommSchedError
 from commsched.handover import Handover
 from commsched.jobs import Job
 from commsched.layout import first_names
-from commsched.pending import unmark
+from commsched.pending import Owner, mark_grad, unmark
 from commsched.recorder import Recorder
 from commsched.shadow import Recorded
 
@@ -50,14 +50,18 @@ class Ledger:
         engine: sums the gradients.
         recorder: is told of waits and of steps.
         names: of the model's parameters, by id.
+        owner: of the gradients under way.
     """
 
-    def __init__(self, engine: Engine, recorder: Recorder, names: dict[int, str]) -> None:
+    def __init__(
+        self, engine: Engine, recorder: Recorder, names: dict[int, str], owner: Owner
+    ) -> None:
         self.sums: dict[int, Sum] = {}  # by the parameter's id, as is:
         self.due: dict[int, Due] = {}
         self._engine = engine
         self._recorder = recorder
         self._names = names
+        self._owner = owner
         self._jobs: dict[Job, list[Due]] = {}  # with due steps
 
     def whole(self) -> bool:
@@ -153,6 +157,11 @@ class Ledger:
             )
             raise
         job.version = job.result._version  # some optimizers change gradients
+        if not job.visible:
+            # Not all of the bucket is whole: who touches one of its gradients must still wait.
+            for due in ready:
+                if due.sum.param.grad is due.grad:
+                    mark_grad(due.grad, self._owner)
 
     def _run_together(self, dues: list[Due]) -> None:
         """Run steps that were recorded by one call of one optimizer."""

@@ -106,10 +106,17 @@ class Overlap:
             raise CommSchedError(
                 "State(optimizer=...) needs DistributedDataParallel(..., "
                 "gradient_as_bucket_view=True): without it DDP copies gradients out of its "
-                "buckets before they are summed"
+                "buckets before they are summed. Or leave optimizer= out"
             )
         for optimizer in optimizers:
             refuse_taken(optimizer)
+        mine = {id(param) for param in ddp.module.parameters()}
+        given = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        if not mine & given:
+            raise CommSchedError(
+                "State(optimizer=...) has none of this model's parameters: hand over the optimizer "
+                "that steps this model"
+            )
 
     # ---- a step ----------------------------------------------------------------------------
 

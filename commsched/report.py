@@ -46,6 +46,7 @@ class Report:
     policy: str
     plan: str | None  # the plan's digest
     buckets: tuple[BucketReport, ...]
+    deferred_steps: int = 0  # of `steps`: those whose optimizer steps ran in the next forward
     predicted_ms: float | None = None
     ideal_ms: float | None = None
 
@@ -75,14 +76,16 @@ class Report:
         if self.predicted_ms is None or self.ideal_ms is None:
             return []
         return [
+            f"{self.deferred_steps} of {self.steps} steps deferred into the next forward",
             f"predicted {self.predicted_ms:.2f} ms a step; no exact schedule takes less than "
-            f"{self.ideal_ms:.2f}"
+            f"{self.ideal_ms:.2f}",
         ]
 
 
 @dataclass(frozen=True)
 class _Step:
     exposed_s: float
+    deferred: bool
     specs: tuple[BucketSpec, ...]
     times_s: tuple[tuple[float, float, float], ...]  # ready, comm, exposed
 
@@ -118,7 +121,10 @@ class Exposure:
                 free_s += waited_s
             times.append((one.ready_s - first_s, one.done_s - one.ready_s, waited_s))
         total_s = sum(waited_s for _, _, waited_s in times)
-        self._steps.append(_Step(total_s, tuple(one.spec for one in timings), tuple(times)))
+        deferred = any(one.waited_s is not None for one in timings)
+        self._steps.append(
+            _Step(total_s, deferred, tuple(one.spec for one in timings), tuple(times))
+        )
 
     def report(self, wire_bytes: float, codec: str, policy: str, plan: str | None) -> Report:
         """The report so far; `wire_bytes` is what was sent since the start."""
@@ -135,6 +141,7 @@ class Exposure:
             policy=policy,
             plan=plan,
             buckets=self._buckets(),
+            deferred_steps=sum(step.deferred for step in self._steps),
         )
 
     def _buckets(self) -> tuple[BucketReport, ...]:

@@ -49,7 +49,7 @@ class Settings:
     )
     policy: str = _setting(
         policies.AUTO,
-        "the order of tasks; auto: priority where State has the optimizer, else fifo",
+        "the order of tasks; auto: priority where State has the optimizer and it gains, else fifo",
         choices=lambda: (policies.AUTO, *policies.names()),
     )
     codec: str = _setting(

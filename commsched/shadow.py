@@ -46,18 +46,21 @@ def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def step(optimizer: Optimizer, recorded: Recorded, rows: Iterable[Row]) -> str | None:
+def step(
+    optimizer: Optimizer, kind: type[Optimizer], recorded: Recorded, rows: Iterable[Row]
+) -> str | None:
     """Run the optimizer's step for some parameters only.
 
     Args:
         optimizer: the user's.
+        kind: its class.
         recorded: the hyper-parameters.
         rows: the parameters.
 
     Returns:
         How the step turned out to couple its parameters, if it did.
     """
-    shadow = object.__new__(type(optimizer))
+    shadow = object.__new__(kind)
     shadow.__dict__ = dict(optimizer.__dict__)
     groups: dict[int, dict[str, Any]] = {}
     saved: list[tuple[nn.Parameter, torch.Tensor | None]] = []
@@ -70,7 +73,7 @@ def step(optimizer: Optimizer, recorded: Recorded, rows: Iterable[Row]) -> str |
     shadow.param_groups = list(groups.values())
     before = coupling.traces(shadow)
     # Without torch's wrapper, which calls step hooks: those are for whole steps.
-    own_step: Callable[..., Any] = type(optimizer).step
+    own_step: Callable[..., Any] = kind.step
     own_step = getattr(own_step, "__wrapped__", own_step)
     try:
         with _as_after_backward():

@@ -64,8 +64,9 @@ class State:
         self._set_up(process_group, () if optimizer is None else accept(optimizer), settings)
         if not self._optimizers and self.settings.policy not in (policies.AUTO, "fifo"):
             raise SettingsError(
-                f"policy={self.settings.policy!r} orders communication for the next forward, which "
-                "needs State(optimizer=...); hand the optimizer over, or use policy='fifo'"
+                f"policy={self.settings.policy!r} (or {policies.VARIABLE}) orders communication "
+                "for the next forward, which needs State(optimizer=...); hand the optimizer over, "
+                "or use policy='fifo'"
             )
 
     def _set_up(

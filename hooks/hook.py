@@ -3,6 +3,7 @@
 import torch
 from torch._C._distributed_c10d import GradBucket
 
+from commsched.errors import CommSchedError
 from commsched.state import State
 
 __all__ = ["hook"]
@@ -22,4 +23,9 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
 
         ddp.register_comm_hook(commsched.State(), commsched.hook)
     """
+    if not isinstance(state, State):
+        raise CommSchedError(
+            "commsched.hook needs its state: ddp.register_comm_hook(commsched.State(), "
+            f"commsched.hook), not {state!r}"
+        )
     return state.on_bucket(bucket)

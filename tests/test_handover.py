@@ -40,6 +40,9 @@ class Nobody(Listener):
     def make_whole(self) -> None:
         self.heard.append("make_whole")
 
+    def before_fork(self) -> None:
+        self.heard.append("fork")
+
     def before_step_of(self, optimizer: Optimizer) -> None:
         self.heard.append("foreign")
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from commsched.profile import Profile
     from commsched.settings import Settings
 
-__all__ = ["AUTO", "Policy", "get", "names"]
+__all__ = ["AUTO", "VARIABLE", "Policy", "get", "names"]
 
 
 class Policy(Protocol):
@@ -26,6 +26,7 @@ class Policy(Protocol):
 
 
 AUTO = "auto"
+VARIABLE = "COMMSCHED_POLICY"
 _POLICIES = {
     "fifo": "commsched.policies.fifo:fifo",
     "priority": "commsched.policies.priority:priority",
