@@ -90,7 +90,8 @@ def _as_after_backward() -> Iterator[None]:
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     jit: Any = torch._C
     tracing = jit._get_tracing_state()  # torch.jit.trace would record the step
-    jit._set_tracing_state(None)
+    if tracing is not None:  # in a dispatch mode it may not even be asked to stay as it is
+        jit._set_tracing_state(None)
     try:
         with (
             temporarily_clear_interpreter_stack() if transformed else nullcontext(),  # torch.func
@@ -102,4 +103,5 @@ def _as_after_backward() -> Iterator[None]:
         ):
             yield
     finally:
-        jit._set_tracing_state(tracing)
+        if tracing is not None:
+            jit._set_tracing_state(tracing)
