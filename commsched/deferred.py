@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from commsched import coupling
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
 from commsched.handover import Handover, Listener, listen
@@ -140,7 +139,7 @@ class Deferred(Listener):
         self._thread = os.getpid(), threading.get_ident()
         loss = None
         if closure is not None:
-            loss = self._evaluate(handover, closure)
+            loss = handover.evaluate(closure)
         whole = handover.must_be_whole()
         if whole is not None:
             self._say(f"not deferred: {whole}")
@@ -292,16 +291,6 @@ class Deferred(Listener):
             handover.mark()
         if now:
             ledger.timed([row[1] for row in now], lambda: handover.run(recorded, now))
-
-    def _evaluate(self, handover: Handover, closure: Callable[[], Any]) -> Any:
-        name = type(handover.optimizer).__name__
-        if not coupling.trusted(handover.optimizer):
-            raise CommSchedError(
-                f"{name}.step(closure) cannot be deferred: it may call the closure more than once. "
-                "Leave optimizer= out, or call step() without a closure"
-            )
-        with torch.enable_grad():  # as torch's own optimizers do, once, before they update
-            return closure()
 
     def _unmark_all(self) -> None:
         for param in self._ours():

@@ -6,10 +6,11 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, wraps
+from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import nn
 from torch._compile import _disable_dynamo
@@ -136,11 +137,25 @@ class Handover:
 
     def mark(self) -> None:
         """Steps are due: whoever reads `optimizer.state` must have them run first."""
-        _become(self.optimizer, pending_kind(self._kind))
+        shadow.become(self.optimizer, shadow.pending_kind(self._kind))
 
     def unmark(self) -> None:
         """No step is due any more."""
-        _become(self.optimizer, self._kind)
+        shadow.become(self.optimizer, self._kind)
+
+    def evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure as torch's own optimizers do: once, before they update.
+
+        Raises:
+            CommSchedError: the optimizer is not torch's, and may do otherwise.
+        """
+        if not coupling.trusted(self.optimizer):
+            raise CommSchedError(
+                f"{type(self.optimizer).__name__}.step(closure) cannot be deferred: it may call "
+                "the closure more than once. Leave optimizer= out, or call step() without one"
+            )
+        with torch.enable_grad():
+            return closure()
 
     def settle(self) -> None:
         """Run what is due, for whoever reads `optimizer.state`."""
@@ -219,37 +234,6 @@ class Handover:
         """Whether `optimizer` is the handed-over one, or a shadow of it."""
         holder = optimizer.__dict__.get("_commsched")
         return holder is not None and holder() is self
-
-
-def _become(optimizer: Any, kind: type[Optimizer]) -> None:
-    optimizer.__class__ = kind
-
-
-@cache
-def pending_kind(kind: Any) -> type[Optimizer]:
-    """A subclass of an optimizer's class, of the same name, that runs due steps first."""
-
-    def settle(optimizer: Optimizer) -> None:
-        holder = optimizer.__dict__["_commsched"]()
-        if holder is not None:
-            holder.settle()
-
-    def get(optimizer: Optimizer) -> Any:
-        settle(optimizer)
-        return optimizer.__dict__["state"]
-
-    def put(optimizer: Optimizer, state: Any) -> None:
-        settle(optimizer)
-        optimizer.__dict__["state"] = state
-
-    def reduce(optimizer: Optimizer, protocol: Any) -> Any:
-        settle(optimizer)
-        _become(optimizer, kind)
-        return optimizer.__reduce_ex__(protocol)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    body = {"state": property(get, put), "__reduce_ex__": reduce, **names}
-    return type(kind.__name__, (kind,), body)
 
 
 def _is_replaced(optimizer: Optimizer) -> bool:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from commsched import policies
 from commsched.advice import advise
 from commsched.deferred import Deferred
+from commsched.edges import Edge, may_hide
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
 from commsched.handover import refuse_taken
@@ -249,14 +249,14 @@ class Overlap:
         for module in ddp.module.modules():
             if isinstance(module, torch.jit.ScriptModule):  # takes no such hooks, nor our classes
                 scripted = True
-            elif _may_hide(module):
+            elif may_hide(module):
                 handles.append(module.register_forward_pre_hook(settle_own))
-        handles.append(ddp.register_forward_pre_hook(_Edge(self.forward_begins)))
-        handles.append(ddp.register_forward_hook(_Edge(self.forward_ends)))
+        handles.append(ddp.register_forward_pre_hook(Edge(self.forward_begins)))
+        handles.append(ddp.register_forward_hook(Edge(self.forward_ends)))
         wrappers, traced = compiled_wrappers(ddp)
         self.deferred.whole_forward = bool(wrappers) or traced or scripted
         self.deferred.whole_step = traced
-        handles += [one.register_forward_pre_hook(_Edge(self.deferred.run_due)) for one in wrappers]
+        handles += [one.register_forward_pre_hook(Edge(self.deferred.run_due)) for one in wrappers]
         return handles
 
     def forward_begins(self) -> None:
@@ -273,35 +273,6 @@ class Overlap:
         self.deferred.forward_ends()
 
 
-def _may_hide(module: torch.nn.Module) -> bool:
-    """Whether its forward may read its parameters so that PyTorch's functions do not see it.
-
-    torch's own modules do not (tests/test_pending_modules.py). Hooks on them would only slow them
-    down: in evaluation a transformer layer with hooks leaves its fast path.
-    """
-    has_own = any(True for _ in module.parameters(recurse=False))
-    return has_own and not type(module).__module__.startswith("torch.nn.")
-
-
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():  # asks for no values
         return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-class _Edge:
-    """A hook on a module that neither keeps us alive nor is copied or pickled with the module."""
-
-    def __init__(self, method: Callable[[], None] | None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
-
-    @_disable_dynamo  # else it would compile what it calls
-    def __call__(self, *_: Any) -> None:
-        method = None if self._method is None else self._method()
-        if method is not None:
-            method()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Edge:
-        return _Edge(None)
-
-    def __reduce__(self) -> Any:
-        return _Edge, (None,)

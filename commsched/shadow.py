@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from commsched import coupling
 
-__all__ = ["Recorded", "Row", "record", "step"]
+__all__ = ["Recorded", "Row", "become", "pending_kind", "record", "step"]
 
 Row = tuple[int, nn.Parameter, torch.Tensor | None]  # index of its group, parameter, gradient
 
@@ -105,3 +106,35 @@ def _as_after_backward() -> Iterator[None]:
     finally:
         if tracing is not None:
             jit._set_tracing_state(tracing)
+
+
+def become(optimizer: Any, kind: type[Optimizer]) -> None:
+    """Give an optimizer another class."""
+    optimizer.__class__ = kind
+
+
+@cache
+def pending_kind(kind: Any) -> type[Optimizer]:
+    """A subclass of an optimizer's class, of the same name, that runs due steps first."""
+
+    def settle(optimizer: Optimizer) -> None:
+        holder = optimizer.__dict__["_commsched"]()
+        if holder is not None:
+            holder.settle()
+
+    def get(optimizer: Optimizer) -> Any:
+        settle(optimizer)
+        return optimizer.__dict__["state"]
+
+    def put(optimizer: Optimizer, state: Any) -> None:
+        settle(optimizer)
+        optimizer.__dict__["state"] = state
+
+    def reduce(optimizer: Optimizer, protocol: Any) -> Any:
+        settle(optimizer)
+        become(optimizer, kind)
+        return optimizer.__reduce_ex__(protocol)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    body = {"state": property(get, put), "__reduce_ex__": reduce, **names}
+    return type(kind.__name__, (kind,), body)

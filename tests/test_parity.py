@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import commsched
 from commsched import codecs
 from commsched.codecs.cast import Fp16
+from tests.compare import assert_equal_on_all_ranks
 from tests.distributed import ranks
 from tests.parity import (
     CASES,
@@ -248,13 +249,3 @@ def test_grad_mode_and_autocast_do_not_reach_the_codec(rank: int) -> None:
             mlp_loss(model, step, rank).backward()
     assert Spy.seen == {(False, False)}
     state.close()
-
-
-def assert_equal_on_all_ranks(params: list[torch.Tensor]) -> None:
-    """Rule: all ranks always hold identical parameters, whatever the codec."""
-    for param in params:
-        flat = torch.view_as_real(param) if param.is_complex() else param
-        rows = [torch.empty_like(flat.contiguous()) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, flat.contiguous())
-        for row in rows[1:]:
-            assert torch.equal(row, rows[0])
