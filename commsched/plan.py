@@ -17,7 +17,7 @@ from commsched.layout import BucketSpec, Chunk, Layout, Piece, digest_of, first_
 
 __all__ = ["MOST_IN_FLIGHT", "Plan", "Task", "agree"]
 
-MOST_IN_FLIGHT = 16  # tasks of a policy's own choice; as many threads a lane has
+MOST_IN_FLIGHT = 6  # tasks of a policy's own choice; as many threads a lane has
 
 
 @dataclass(frozen=True)
