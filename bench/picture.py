@@ -29,7 +29,7 @@ TITLES = {
     "gpt2": "GPT-2 profile",
     "gpt": "GPT, 22 M parameters",
 }
-COLUMNS = 3  # cases side by side
+COLUMNS = 2  # cases side by side
 CASE_INCHES = (5.0, 2.6)
 LEGEND_INCHES = 0.24
 
