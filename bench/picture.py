@@ -78,7 +78,7 @@ def _draw(axes: Axes, case: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Draw every case of the result files, three to a line."""
+    """Draw every case of the result files, two to a line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("picture", type=Path)

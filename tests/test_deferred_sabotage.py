@@ -144,6 +144,13 @@ def without_hooks(training: Training) -> Any:
     yield
 
 
+@contextmanager
+def without_hooks_and_marks(training: Training) -> Any:
+    """Nor does reading `optimizer.state` run anything."""
+    with without_hooks(training), mock.patch.object(Handover, "mark", nothing):
+        yield
+
+
 Sabotage = Callable[[Training], AbstractContextManager[Any]]
 
 
@@ -185,7 +192,13 @@ BROKEN: dict[str, tuple[Sabotage, Train, str, tuple[str, ...]]] = {
         "exact",
         ("differs",),
     ),
-    "no state_dict hook": (without_hooks, saves, "exact", ("differs",)),
+    "no state_dict hook": (without_hooks, saves, "exact", ("exact",)),  # it reads the state
+    "no state_dict hook, and the state is not marked": (
+        without_hooks_and_marks,
+        saves,
+        "exact",
+        ("differs",),
+    ),
     "no load_state_dict hook": (without_hooks, loads, "exact", ("differs",)),
     "gradients are not marked": (patched(deferred, "mark_grad"), clips, "exact", ("refused",)),
     "gradients are not marked, and touching is not seen": (
