@@ -89,12 +89,11 @@ class Ledger:
             self._run_job(job)
 
     def finish(self) -> None:
-        """Run all, and wait for all sums: gradients are whole from here on.
+        """No step is due any more: wait for all sums. Gradients are whole from here on.
 
         Raises:
             CommSchedError: communication failed, or gradients were changed meanwhile.
         """
-        self.run_all()
         under_way = [one for one in self.sums.values() if not one.job.visible]
         self.wait_for(under_way)
         self.refuse_touched()
@@ -184,13 +183,11 @@ class Ledger:
     @staticmethod
     def scale(sums: Iterable[Sum]) -> None:
         """Apply what gradient clipping has left to be applied; the sums must be there."""
-        rows = [one for one in sums if one.factor is not None and one.grad is not None]
-        for one in rows:
-            assert one.grad is not None
-            assert one.factor is not None
-            unmark(one.grad)
-            one.grad.data.mul_(one.factor)
-            one.factor = None
+        for one in sums:
+            if one.factor is not None and one.grad is not None:
+                unmark(one.grad)
+                one.grad.data.mul_(one.factor)
+                one.factor = None
 
     def clear(self) -> None:
         """Forget the sums; they must be there, or never come."""

@@ -96,7 +96,11 @@ class Session:
         self._thread = threading.get_ident()  # the training thread
 
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """One hook call. Never blocks, but for a static graph's first backward."""
+        """One hook call.
+
+        Blocks in a static graph's first backward, and with handed-over optimizers once in a hundred
+        steps, until the ranks have compared the length of their steps.
+        """
         buffer = bucket.buffer()
         key, spec = self.buckets.recognise(bucket, buffer)
         # A bucket that comes again begins a new step: a backward that raised never ended its own.
