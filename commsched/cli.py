@@ -38,7 +38,7 @@ def env(markdown: bool) -> None:
         )
     console = Console()
     # Piped, a table must not be folded at 80 columns: scripts read it.
-    Console(width=None if console.is_terminal else 200).print(table)
+    Console(width=None if console.is_terminal else 1000).print(table)
 
 
 def settings_markdown() -> str:

@@ -11,21 +11,21 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from commsched.blame import CollectiveError, explained
-from commsched.codecs.feedback import ErrorFeedback
+from commsched.checkpoint import Checkpoint
 from commsched.errors import CommSchedError
 from commsched.flight import Flight
-from commsched.group import Membership
-from commsched.iteration import Iteration
+from commsched.group import Group, Membership
+from commsched.iterations import Iterations
 from commsched.jobs import Job, Progress, Run
 from commsched.lane import Lane
+from commsched.memory import Memory
 from commsched.outstanding import TICK_S, Outstanding
 from commsched.packer import Packer
 from commsched.planner import Begin, Planner
@@ -36,6 +36,7 @@ __all__ = ["CLOSED", "Engine"]
 CLOSED = "this commsched.State is closed; wrap the model in a new DDP, with a new State"
 
 logger = logging.getLogger("commsched")
+T = TypeVar("T")
 
 
 class Engine:
@@ -49,13 +50,18 @@ class Engine:
         self,
         member: Membership,
         settings: Settings,
-        feedback: ErrorFeedback | None,
+        memory: Memory,
         optimizer: bool = False,
+        resumed: Checkpoint | None = None,
     ) -> None:
         self.settings = settings
-        self._optimizer = optimizer  # handed over: compared over ranks
-        self.planner = Planner(settings, len(member.ranks))
-        self._flight = Flight(Packer(len(member.ranks), feedback))
+        # What only some ranks might have done: compared over ranks.
+        self._done = {"optimizer": optimizer, "resumed": resumed.digest if resumed else "nothing"}
+        self._memory = memory
+        self.planner = Planner(settings, len(member.ranks), resumed)
+        self._flight = Flight(
+            Packer(member.rank, len(member.ranks), memory, settings.error_feedback)
+        )
         self._lane: Lane | None = None
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outstanding = Outstanding()
@@ -63,8 +69,7 @@ class Engine:
         self._stopping = threading.Event()
         self._announce = False
         self._retiring = False
-        self._iteration = Iteration(self.planner.unmeasured, None)
-        self._held: deque[Callable[[], None]] = deque()  # events of an iteration begun too early
+        self._iterations = Iterations(self.planner, memory, self._outstanding)
         self._thread = threading.Thread(
             target=self._main, args=(member,), name="commsched-engine", daemon=True
         )
@@ -101,7 +106,7 @@ class Engine:
 
     def end(self, progress: Progress) -> None:
         """No more buckets will come in this iteration: send what was waiting to be fused."""
-        self._queue.put(partial(self._on_end, progress))
+        self._queue.put(partial(self._iterations.on_end, progress))
 
     def wait(self, done: Callable[[], object]) -> None:
         """Wait until `done()` is true, or the engine has failed.
@@ -144,6 +149,27 @@ class Engine:
             self.wait(job.done.is_set)
         self.raise_error()
 
+    def converse(self, what: str, conversation: Callable[[Group], T]) -> T:
+        """Hold a blocking conversation of all ranks, while nothing is under way on any of them.
+
+        Collective: all ranks call it after the same iteration, once `synchronize` has returned.
+
+        Raises:
+            CommSchedError: it failed, or other ranks did not take part.
+        """
+        answer: list[T] = []
+
+        def hold() -> None:
+            assert self._lane is not None
+            lane = self._lane
+            answer.append(lane.agree(what, partial(conversation, lane.group)))
+            self._outstanding.tell()
+
+        self._queue.put(hold)
+        self.wait(lambda: answer)
+        self.raise_error()
+        return answer[0]
+
     def retire(self) -> None:
         """Close as soon as nothing is outstanding; does not wait."""
         self._retiring = True
@@ -165,7 +191,7 @@ class Engine:
         try:
             with torch.no_grad():
                 self._lane = lane = Lane(
-                    member, self.settings, self._stopping, self._post, self._optimizer
+                    member, self.settings, self._stopping, self._post, self._done
                 )
                 while not self._stopping.is_set():
                     self._turn(lane)
@@ -176,7 +202,7 @@ class Engine:
             self._leave(lane)
 
     def _leave(self, lane: Lane) -> None:
-        if self._announce or self._flight.on_the_wire() or self._iteration.order:
+        if self._announce or self._flight.on_the_wire() or self._iterations.running.order:
             # Others wait for us, whoever stopped us: an error here, Ctrl-C, close().
             lane.announce(self._outstanding.error)
         if self._flight.on_the_wire():
@@ -185,8 +211,7 @@ class Engine:
         self._lane = None
         # They hold gradients.
         self._flight.clear()
-        self._held.clear()
-        self._iteration = Iteration(self.planner.unmeasured, None)
+        self._iterations.clear()
 
     def _turn(self, lane: Lane) -> None:
         try:
@@ -201,7 +226,7 @@ class Engine:
         if self._stopping.is_set():
             return  # the buffers belong to the training program again
         self._pump(lane)
-        while self._close_iteration(lane):
+        while self._iterations.close(lane, self._flight.over()):
             self._pump(lane)
         if self._retiring and not self._outstanding.jobs():
             self.fail(CommSchedError(CLOSED), announce=False)
@@ -216,19 +241,24 @@ class Engine:
         while (run := self._flight.decode_next()) is not None:
             self._finish(run)
             self._issue_ready(lane)
-        head = self._iteration.head()
+        head = self._iterations.running.head()
         if head is not None:
             self._flight.encode(head)
 
     def _issue_ready(self, lane: Lane) -> None:
-        while (run := self._iteration.head()) is not None and self._flight.has_room(run):
-            self._iteration.order.popleft()
+        iteration = self._iterations.running
+        while (run := iteration.head()) is not None and self._flight.has_room(run):
+            iteration.order.popleft()
             if run.unknown:
                 # Ranks with other buckets would sum different gradients, or crash gloo with a size
                 # it does not expect. Checked here, in the lane's order, and only while buckets are
                 # new.
                 self.planner.compare(lane, run.plan.layout)
             self._flight.issue(run, lane)
+
+    def _on_ready(self, job: Job, begins: Begin | None) -> None:
+        assert self._lane is not None
+        self._iterations.on_ready(self._lane, job, begins)
 
     def _post(self, lane: Lane, run: Run, future: torch.futures.Future[Any]) -> None:
         self._queue.put(partial(self._flight.on_collective, lane, run, future))
@@ -244,59 +274,3 @@ class Engine:
                 self._outstanding.finish(job)
             job.progress.task_done()
         self._outstanding.tell()
-
-    # ---- iterations ------------------------------------------------------------------------
-
-    def _on_ready(self, job: Job, begins: Begin | None) -> None:
-        if self._held or (begins and not self._iteration.finished()):
-            # The last iteration was never ended (its backward raised, or ran outside autograd).
-            self._iteration.end()
-            self._held.append(partial(self._on_ready, job, begins))
-            return
-        if begins or self._iteration.closed:
-            if begins is not None:
-                self._before_iteration(begins)
-            self._iteration = Iteration(self.planner.unmeasured, self._iteration.next_plan())
-        self._iteration.add(job)
-        if job.tasks_left == 0:  # no elements
-            self._outstanding.finish(job)
-        self._outstanding.tell()
-
-    def _on_end(self, progress: Progress) -> None:
-        if self._held:
-            self._held.append(partial(self._on_end, progress))
-        else:
-            self._iteration.end()
-            progress.end()
-            self._outstanding.tell()
-
-    def _before_iteration(self, begins: Begin) -> None:
-        # Between two iterations nothing is on the wire, and every rank is at the same place of the
-        # lane's order, since all count the same iterations.
-        known = self._iteration.next_plan()
-        assert self._lane is not None
-        layout = None if known is None else known.plan.layout
-        plan = self.planner.converse(self._lane, begins, layout)
-        if plan is not None:
-            self._iteration.adopt(plan)
-
-    def _close_iteration(self, lane: Lane) -> bool:
-        """Once an ended iteration's last task is done: plan again if its buckets were new.
-
-        Every rank is here at the same place of its lane's order, because all see the same buckets;
-        that is what lets the agreement use the lane's own group. True when events held back until
-        now have been handled, so that there may be something to issue.
-        """
-        iteration = self._iteration
-        if not iteration.ended or iteration.closed:
-            return False
-        if iteration.order or not self._flight.over():
-            return False
-        iteration.closed = True
-        layout = iteration.new_layout()
-        if layout is not None:
-            iteration.adopt(self.planner.plan_for(lane, layout))
-        held, self._held = self._held, deque()
-        for event in held:
-            event()
-        return bool(held)

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -27,13 +29,18 @@ import torch.distributed as dist
 
 __all__ = [
     "Collectives",
-    "Exchange",
     "Pool",
     "Stages",
+    "Transfer",
     "all_gather",
-    "get",
     "reduce_scatter",
+    "ring_all_reduce",
+    "sent_share",
     "shard_sizes",
+    "sparse_all_reduce",
+    "spread",
+    "summed",
+    "swapped",
     "wire_bytes",
 ]
 
@@ -86,9 +93,6 @@ class Pool:
         """Take back what `take` returned."""
         base = tensor._base
         self._free[tensor.dtype].append(tensor if base is None else base)
-
-
-Exchange = Callable[[Collectives, torch.Tensor], Stages]
 
 
 def ring_all_reduce(group: Collectives, wire: torch.Tensor) -> Stages:
@@ -178,6 +182,81 @@ def _sum(parts: list[torch.Tensor], out: torch.Tensor) -> None:
     torch.add(first, last, out=out)
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """One collective, ready to be started.
+
+    Attributes:
+        wire: what this rank sends, or sums in place; not to be written to until it is done.
+        start: begins it.
+        sent_bytes: what this rank sends, without protocol headers.
+    """
+
+    wire: torch.Tensor
+    start: Callable[[Collectives], Stages]
+    sent_bytes: int
+
+
+def summed(wire: torch.Tensor, size: int) -> Transfer:
+    """A ring all-reduce of `wire` over `size` ranks, in place; its result is `wire`."""
+    return Transfer(wire, partial(ring_all_reduce, wire=wire), wire_bytes(wire, size))
+
+
+def swapped(
+    wire: torch.Tensor, received: torch.Tensor, sizes: Sequence[int], received_sizes: Sequence[int]
+) -> Transfer:
+    """An all-to-all: each rank gets its part of `wire`; theirs for us fill `received`.
+
+    Args:
+        wire: the parts, in rank order.
+        received: the result.
+        sizes: elements of each part of `wire`; 0 for this rank's own, which need not travel.
+        received_sizes: elements of each part of `received`.
+    """
+
+    def start(group: Collectives) -> Stages:
+        yield group.all_to_all(received, wire, received_sizes, sizes)
+        return received
+
+    return Transfer(wire, start, wire.nbytes)
+
+
+def spread(own: torch.Tensor, filled: torch.Tensor, sizes: Sequence[int], rank: int) -> Transfer:
+    """An all-gather of tensors whose sizes may differ, in rank order, into `filled`.
+
+    Args:
+        own: this rank's.
+        filled: the result.
+        sizes: elements of each rank's.
+        rank: this one.
+    """
+    sizes, counts = list(sizes), [own.numel()] * len(sizes)
+    before = sum(sizes[:rank])
+    filled[before : before + own.numel()].copy_(own)
+    out = filled
+    if rank in (0, len(sizes) - 1):  # at an end: leave it out; else gloo copies it once more
+        out = filled[own.numel() :] if rank == 0 else filled[:before]
+        sizes[rank] = counts[rank] = 0
+
+    def start(group: Collectives) -> Stages:
+        copies = own if len(sizes) == 2 else own.repeat(len([c for c in counts if c]))
+        yield group.all_to_all(out, copies, sizes, counts)
+        return filled
+
+    return Transfer(own, start, (len(sizes) - 1) * own.nbytes)
+
+
+def sent_share(op: str, size: int) -> float:
+    """Bytes a rank sends for one byte of its encoded chunk, on average over `size` ranks.
+
+    Of n ranks, each sends 2(n-1)/n in a ring all-reduce, and half of that in a reduce-scatter or
+    an all-gather of shards (Patarasuk and Yuan, 2009); n-1 where whole payloads go to all.
+    """
+    if op == "gather":
+        return size - 1
+    return (2 if op == "all_reduce" else 1) * (size - 1) / size
+
+
 def wire_bytes(wire: torch.Tensor, size: int, op: str = "all_reduce") -> int:
     """Bytes that a rank sends for one task over `size` ranks, without protocol headers.
 
@@ -186,16 +265,4 @@ def wire_bytes(wire: torch.Tensor, size: int, op: str = "all_reduce") -> int:
     if wire.is_sparse:
         entries = wire._values().nbytes + wire._indices().nbytes
         return (size - 1) * entries
-    halves = 2 if op == "all_reduce" else 1
-    return halves * (size - 1) * wire.nbytes // size
-
-
-_EXCHANGES: dict[str, Exchange] = {
-    "ring_all_reduce": ring_all_reduce,
-    "sparse_all_reduce": sparse_all_reduce,
-}
-
-
-def get(name: str) -> Exchange:
-    """The exchange of that name (a codec's `exchange`, or "sparse_all_reduce")."""
-    return _EXCHANGES[name]
+    return int(sent_share(op, size) * wire.nbytes)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from commsched import exchange
 from commsched.blame import CollectiveError, blaming
+from commsched.exchange import Transfer
 from commsched.jobs import Run
 from commsched.lane import Lane
 from commsched.packer import Packer
@@ -54,23 +54,23 @@ class Flight:
         used = self.bytes_on_the_wire()
         return not used or used + run.task.wire_bytes <= run.plan.credit_bytes
 
-    def encode(self, run: Run) -> torch.Tensor:
-        """Its wire tensor; nothing is done twice."""
-        if run.wire is not None:
-            return run.wire
-        with blaming(run):
-            return self._packer.pack(run)
+    def encode(self, run: Run) -> Transfer:
+        """What it sends; nothing is done twice."""
+        if run.transfer is None:
+            with blaming(run):
+                run.transfer = self._packer.pack(run)
+        return run.transfer
 
     def issue(self, run: Run, lane: Lane) -> None:
         """Put it on the wire."""
-        wire = self.encode(run)
-        run.stages = self._packer.exchange_of(run)(lane.group, wire)
+        transfer = self.encode(run)
+        run.stages = transfer.start(lane.group)
         self.last = run.plan, run.task
         run.sequence = lane.sequence
         run.issued_s = time.monotonic()
         lane.sequence += 1
         self.issued.append((run.plan.digest, run.task.index))
-        self.wire_bytes += exchange.wire_bytes(wire, lane.group.size, run.task.op)
+        self.wire_bytes += transfer.sent_bytes
         self._runs.append(run)
         lane.watch(run, next(run.stages))
 

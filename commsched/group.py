@@ -187,8 +187,8 @@ class Group:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank. Blocks."""
-        sizes = [int(size) for size in self._all_gather(torch.tensor([len(payload)]))]
-        rows = self._all_gather(_to_tensor(payload, max(sizes)))
+        sizes = [int(size) for size in self.all_gather(torch.tensor([len(payload)]))]
+        rows = self.all_gather(_to_tensor(payload, max(sizes)))
         return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
     def abandon(self) -> None:
@@ -204,7 +204,8 @@ class Group:
         options.rootRank = 0
         self._backend.broadcast([tensor], options).wait()
 
-    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, by rank; all of one shape. Blocks."""
         rows = [torch.zeros_like(tensor) for _ in range(self.size)]
         self._backend.allgather([rows], [tensor]).wait()
         return rows

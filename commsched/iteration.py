@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from commsched.jobs import Job, Run
@@ -29,7 +29,10 @@ class Iteration:
     dropping them, or appending an unknown bucket's tasks, changes the order equally everywhere.
     """
 
-    def __init__(self, plan_of: Callable[[Layout], Plan], known: KnownPlan | None) -> None:
+    def __init__(
+        self, plan_of: Callable[[Layout], Plan], known: KnownPlan | None, step: int = 0
+    ) -> None:
+        self.step = step
         self.ended = False
         self.closed = False  # its buckets have been compared with the plan's
         self.order: deque[Run] = deque()
@@ -43,16 +46,19 @@ class Iteration:
             self._lay_out(known.plan)
 
     def _lay_out(self, plan: Plan) -> None:
-        scattered: dict[Chunk, Run] = {}
-        for task in plan.tasks:
-            run = Run(task, plan, {piece.bucket for piece in task.chunk.pieces})
-            if task.op == "reduce_scatter":
-                scattered[task.chunk] = run
-            elif task.op == "all_gather":
-                run.after = scattered[task.chunk]
+        for run in self._runs(plan):
             self.order.append(run)
             for bucket in run.missing:
                 self._waiting.setdefault(bucket, []).append(run)
+
+    def _runs(self, plan: Plan) -> Iterator[Run]:
+        before: dict[Chunk, Run] = {}
+        for task in plan.tasks:
+            run = Run(task, plan, {piece.bucket for piece in task.chunk.pieces}, step=self.step)
+            if task.round:
+                run.after = before[task.chunk]
+            before[task.chunk] = run
+            yield run
 
     def head(self) -> Run | None:
         """The next run, if it is ready. Readiness delays, never reorders."""
@@ -101,8 +107,8 @@ class Iteration:
         self._unknown = True
         self._drop(list(self._waiting))
         plan = self._plan_of(Layout((job.spec,)))
-        for task in plan.tasks:
-            run = Run(task, plan, {0}, unknown=task.index == 0)
+        for run in self._runs(plan):
+            run.unknown = run.task.index == 0
             self.order.append(run)
             self._give(run, 0, job)
         job.placed()

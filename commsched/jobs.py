@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from commsched.codecs import Codec
 from commsched.codecs import get as get_codec
 from commsched.errors import CommSchedError, fresh
-from commsched.exchange import Stages
+from commsched.exchange import Stages, Transfer
 from commsched.layout import BucketSpec, Chunk
+from commsched.parcel import Rounds
 from commsched.plan import Plan, Task
 
 __all__ = ["Job", "Poison", "Progress", "Run", "Timing"]
@@ -218,13 +219,15 @@ class Run:
     plan: Plan
     missing: set[int]  # plan bucket indices whose gradients have not come
     jobs: dict[int, Job] = field(default_factory=dict)
-    flat: torch.Tensor | None = None  # the chunk's gradients, 1-D
-    wire: torch.Tensor | None = None  # what travels; `flat` itself for codec none
+    step: int = 0  # which iteration
+    rounds: Rounds | None = None  # averages its chunk; the same for all tasks of a chunk
+    transfer: Transfer | None = None  # what it sends
+    following: Transfer | None = None  # what the chunk's next task sends
     stages: Stages | None = None
     sequence: int = 0  # how many tasks this lane had issued before it
     issued_s: float = 0.0
     unknown: bool = False  # the first task of a bucket that no agreed plan holds
-    after: Run | None = None  # an all-gather's reduce-scatter
+    after: Run | None = None  # the chunk's task before it
     done: bool = False
 
     @property

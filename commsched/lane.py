@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from commsched import codecs
 from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Group, Membership
 from commsched.jobs import Run
+from commsched.layout import Chunk, Piece
 from commsched.outstanding import TICK_S
 from commsched.plan import MOST_IN_FLIGHT
 from commsched.settings import Settings
@@ -39,7 +41,7 @@ class Lane:
         settings: Settings,
         stopping: threading.Event,
         post: Callable[[Lane, Run, torch.futures.Future[Any]], None],
-        optimizer: bool = False,
+        done: Mapping[str, Any] | None = None,
     ) -> None:
         """Meet the other ranks, connect, and compare settings. Blocks.
 
@@ -48,7 +50,7 @@ class Lane:
             settings: for the deadline, the number of threads, and the comparison.
             stopping: ends every wait.
             post: told of each watched collective that is done, on the waiter's thread.
-            optimizer: whether this rank's optimizer is handed over: for the comparison.
+            done: what else must be alike on all ranks: for the comparison.
 
         Raises:
             CommSchedError: a rank has not come within the deadline.
@@ -60,7 +62,7 @@ class Lane:
         self._stopping = stopping
         self._post = post
         self._works: queue.SimpleQueue[tuple[Run, dist.Work] | None] = queue.SimpleQueue()
-        own = {**settings.shared(), "optimizer": optimizer, "version": __version__}
+        own = {**settings.shared(), **(done or {}), "version": __version__}
         self._waiter = threading.Thread(target=self._wait, name="commsched-waiter", daemon=True)
         self.board = Board(member)
         try:
@@ -155,8 +157,10 @@ def _threads(settings: Settings) -> int:
     # As many as tasks of the usual size may be in flight; each holds one while it travels.
     if not settings.chunk_bytes or not settings.credit_bytes:
         return MOST_IN_FLIGHT
-    wire = codecs.get(settings.codec).wire(max(1, settings.chunk_bytes // 4), torch.float32)
-    return max(2, min(16, settings.credit_bytes // wire.nbytes))
+    numel = max(1, settings.chunk_bytes // 4)
+    chunk = Chunk((Piece(0, 0, numel, math.isqrt(numel)),), "float32")
+    wire = codecs.get(settings.codec).wire(chunk)
+    return max(2, min(16, settings.credit_bytes // max(1, wire.nbytes)))
 
 
 def _compare_settings(group: Group, member: Membership, own: dict[str, Any]) -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 __all__ = [
     "BucketSpec",
     "Chunk",
+    "Kind",
+    "KindOf",
     "Layout",
     "ParamSpec",
     "Piece",
@@ -44,10 +46,11 @@ def first_names(names: Iterable[str], count: int = 3) -> str:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter's place in a bucket."""
+    """One parameter in a bucket."""
 
     name: str
     numel: int  # elements of the bucket: a complex parameter counts its real and imaginary parts
+    shape: tuple[int, ...] = ()  # of the parameter; () also where it is not known
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,15 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous range of one bucket's buffer, in elements."""
+    """A contiguous range of one bucket's buffer, in elements.
+
+    `rows` is not 0 where it was cut out as one whole matrix: the parameter's first dimension.
+    """
 
     bucket: int
     start: int
     numel: int
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,10 @@ class Layout:
         return cls(
             tuple(
                 BucketSpec(
-                    tuple(ParamSpec(**param) for param in item["params"]),
+                    tuple(
+                        ParamSpec(param["name"], param["numel"], tuple(param["shape"]))
+                        for param in item["params"]
+                    ),
                     item["dtype"],
                     item["sparse"],
                 )
@@ -168,54 +178,126 @@ def _spans(bucket: BucketSpec, piece: Piece, chunk_start: int) -> Iterator[Span]
         offset += param.numel
 
 
-def cut(layout: Layout, chunk_bytes: int, fusion_bytes: int) -> tuple[Chunk, ...]:
-    """Cut every bucket into chunks of at most `chunk_bytes`; fuse small neighbours.
+class Kind(NamedTuple):
+    """What may share a chunk: gradients that travel by the same codec."""
 
-    Buckets of less than `fusion_bytes` that follow each other and share a dtype travel as one
-    chunk, closed as soon as it holds `fusion_bytes` (and never past `chunk_bytes`). Sparse buckets
-    travel whole and alone. Every element of every bucket is in exactly one chunk; empty buckets
-    are in none. Chunks are in bucket order.
+    codec: str
+    whole_params: bool = False  # cut between parameters only
+
+
+EXACT = Kind("none")
+KindOf = Callable[[BucketSpec, ParamSpec], Kind]
+
+
+def cut(
+    layout: Layout,
+    chunk_bytes: int,
+    fusion_bytes: int,
+    kind_of: KindOf = lambda _bucket, _param: EXACT,
+) -> tuple[Chunk, ...]:
+    """Cut every bucket into chunks of at most `chunk_bytes`, of one kind each; fuse small ones.
+
+    Buckets of less than `fusion_bytes` that follow each other and share a dtype travel together: a
+    chunk of each kind, closed as soon as it holds `fusion_bytes` (and never past `chunk_bytes`).
+    Sparse buckets travel whole and alone. Every element of every bucket is in exactly one chunk;
+    empty buckets are in none. Chunks are in bucket order.
     """
     chunks: list[Chunk] = []
-    fused: list[Piece] = []
+    fused: dict[Kind, list[Piece]] = {}
+    dtype = ""
 
-    def flush() -> None:
-        if fused:
-            dtype = layout.buckets[fused[0].bucket].dtype
-            chunks.append(Chunk(tuple(fused), dtype))
-            fused.clear()
+    def flush(kinds: Iterable[Kind]) -> None:
+        for kind in list(kinds):
+            chunks.append(Chunk(tuple(fused.pop(kind)), dtype))
 
-    open_bytes = 0
     for index, bucket in enumerate(layout.buckets):
-        small = 0 < bucket.nbytes < min(fusion_bytes, chunk_bytes) and not bucket.sparse
-        fits = bool(fused) and layout.buckets[fused[0].bucket].dtype == bucket.dtype
-        if not small or not fits or open_bytes + bucket.nbytes > chunk_bytes:
-            flush()
-            open_bytes = 0
-        if small:
-            fused.append(Piece(index, 0, bucket.numel))
-            open_bytes += bucket.nbytes
-            if open_bytes >= fusion_bytes:
-                flush()
-                open_bytes = 0
-        else:
-            chunks.extend(_pieces(index, bucket, chunk_bytes))
-    flush()
-    return tuple(chunks)
+        if bucket.sparse or not 0 < bucket.nbytes < min(fusion_bytes, chunk_bytes):
+            flush(fused)
+            chunks.extend(_chunks(index, bucket, chunk_bytes, kind_of))
+            continue
+        if bucket.dtype != dtype:
+            flush(fused)
+            dtype = bucket.dtype
+        for kind, pieces in _by_kind(index, bucket, kind_of).items():
+            if _nbytes(bucket, [*fused.get(kind, []), *pieces]) > chunk_bytes:
+                flush([kind])
+            fused.setdefault(kind, []).extend(pieces)
+            if _nbytes(bucket, fused[kind]) >= fusion_bytes:
+                flush([kind])
+    flush(fused)
+    # A kind that has ended stays open until others are closed, whose buckets come later.
+    return tuple(sorted(chunks, key=lambda chunk: chunk.pieces[-1].bucket))
 
 
-def _pieces(index: int, bucket: BucketSpec, chunk_bytes: int) -> Iterator[Chunk]:
-    if bucket.sparse or bucket.nbytes <= chunk_bytes:
+def _nbytes(bucket: BucketSpec, pieces: Iterable[Piece]) -> int:
+    return sum(piece.numel for piece in pieces) * bucket.itemsize
+
+
+def _chunks(index: int, bucket: BucketSpec, chunk_bytes: int, kind_of: KindOf) -> Iterator[Chunk]:
+    if bucket.sparse:
         if bucket.numel:
-            yield Chunk((Piece(index, 0, bucket.numel),), bucket.dtype, bucket.sparse)
+            yield Chunk((Piece(index, 0, bucket.numel),), bucket.dtype, sparse=True)
         return
-    # Equal chunks rather than full ones and a rest: a small last chunk costs a whole latency.
-    count = -(-bucket.nbytes // chunk_bytes)
-    align = max(1, ALIGN_BYTES // bucket.itemsize)
-    limit = max(1, chunk_bytes // bucket.itemsize)
-    limit = max(limit // align * align, min(limit, align))
-    size = -(-bucket.numel // count)
-    size = min(-(-size // align) * align, limit)
-    for start in range(0, bucket.numel, size):
-        numel = min(size, bucket.numel - start)
-        yield Chunk((Piece(index, start, numel),), bucket.dtype)
+    for kind, pieces in _by_kind(index, bucket, kind_of).items():
+        limit = max(1, chunk_bytes // bucket.itemsize)
+        align = max(1, ALIGN_BYTES // bucket.itemsize)
+        whole = kind.whole_params
+        for group in _whole_groups(pieces, limit) if whole else _even_groups(pieces, limit, align):
+            yield Chunk(tuple(group), bucket.dtype)
+
+
+def _by_kind(index: int, bucket: BucketSpec, kind_of: KindOf) -> dict[Kind, list[Piece]]:
+    """The bucket's ranges of each kind; neighbours are one piece, unless they must stay whole."""
+    found: dict[Kind, list[Piece]] = {}
+    start = 0
+    for param in bucket.params:
+        if param.numel:
+            kind = kind_of(bucket, param)
+            pieces = found.setdefault(kind, [])
+            last = pieces[-1] if pieces else None
+            rows = param.shape[0] if kind.whole_params and len(param.shape) > 1 else 0
+            joins = last is not None and last.start + last.numel == start
+            if joins and last is not None and not kind.whole_params:
+                pieces[-1] = Piece(index, last.start, last.numel + param.numel)
+            else:
+                pieces.append(Piece(index, start, param.numel, rows))
+        start += param.numel
+    return found
+
+
+def _whole_groups(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Pieces as they are, so many together that they hold `limit` elements, or one larger one."""
+    group: list[Piece] = []
+    for piece in pieces:
+        if group and sum(one.numel for one in group) + piece.numel > limit:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _even_groups(pieces: list[Piece], limit: int, align: int) -> Iterator[list[Piece]]:
+    """Groups of equal size rather than full ones and a rest: a small chunk costs a whole latency.
+
+    Sizes are multiples of `align` elements where they are cut.
+    """
+    numel = sum(piece.numel for piece in pieces)
+    if numel <= limit:
+        yield pieces
+        return
+    most = max(limit // align * align, min(limit, align))
+    size = -(-numel // -(-numel // limit))
+    size = min(-(-size // align) * align, most)
+    group, room = [], size
+    for piece in pieces:
+        start, left = piece.start, piece.numel
+        while left:
+            taken = min(left, room)
+            group.append(Piece(piece.bucket, start, taken))
+            start, left, room = start + taken, left - taken, room - taken
+            if not room:
+                yield group
+                group, room = [], size
+    if group:
+        yield group

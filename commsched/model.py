@@ -132,6 +132,12 @@ class Buckets:
             return ""
         return digest_of([[n, list(p.shape)] for n, p in ddp.module.named_parameters()])
 
+    @property
+    def numels(self) -> dict[str, int]:
+        """Elements of each of the model's parameters; empty where the model is unknown."""
+        ddp = self.ddp
+        return {} if ddp is None else {n: p.numel() for n, p in ddp.module.named_parameters()}
+
     def _refuse_strangers(self, params: list[torch.Tensor]) -> None:
         if self._ddp is None:
             return
@@ -146,7 +152,7 @@ class Buckets:
         for param in params:
             # Complex gradients arrive as pairs of floats.
             numel = param.numel() * (2 if param.is_complex() and not buffer.is_complex() else 1)
-            rows.append(ParamSpec(self._name(param), numel))
+            rows.append(ParamSpec(self._name(param), numel, tuple(param.shape)))
         return BucketSpec(tuple(rows), str(buffer.dtype).removeprefix("torch."), buffer.is_sparse)
 
     def _name(self, param: torch.Tensor) -> str:

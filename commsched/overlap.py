@@ -226,7 +226,7 @@ class Overlap:
 
     def _advise(self) -> None:
         """Say once for each profile, on one rank, which bucket size would be better."""
-        made, settings = self._engine.planner.made, self._engine.settings
+        made, settings = self._engine.planner.made, self._engine.planner.active
         profile = None if made is None else made.profile
         if profile is self._advised or profile is None or not profile.measured:
             return

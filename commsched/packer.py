@@ -1,4 +1,8 @@
-"""Between buckets and the wire: scale, fuse, encode; decode, scatter. On the engine's thread."""
+"""Between buckets and the wire: what each run sends, and where what comes back goes.
+
+On the engine's thread. How a chunk is averaged is a generator with one transfer for each of its
+tasks: a codec's `rounds`, or one of those here, for gradients that travel as they are.
+"""
 
 from __future__ import annotations
 
@@ -7,102 +11,115 @@ from functools import partial
 import torch
 
 from commsched import exchange
-from commsched.codecs.feedback import ErrorFeedback
+from commsched.codecs import Codec
+from commsched.exchange import Transfer
 from commsched.jobs import Run
+from commsched.memory import Memory
+from commsched.parcel import Parcel, Rounds
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "wants_feedback"]
 
 
 class Packer:
-    """Turns ready runs into wire tensors and finished ones back into averaged gradients.
-
-    A dense chunk of one bucket with codec none is reduced where it lies: no copy, no memory but
-    what an exchange receives into.
-
-    A chunk's reduce_scatter leaves this rank's shard of the mean in the buckets themselves, at its
-    place; its all_gather takes it from there. So nothing is kept between the two, whose runs must
-    carry the same buckets. A lossy codec is applied in both, which needs one whose decoded values
-    encode to themselves, as casts do.
+    """Turns ready runs into transfers, and finished ones into averaged gradients.
 
     Args:
+        rank: of this process, among `world_size`.
         world_size: the number of ranks.
-        feedback: what keeps the errors of lossy codecs, if they are to be kept.
+        memory: what codecs keep.
+        feedback: "1" or "0": with error feedback or without; "auto": as each codec needs it.
     """
 
-    def __init__(self, world_size: int, feedback: ErrorFeedback | None) -> None:
-        self.world_size = world_size
-        self.feedback = feedback
-        self._share = 1.0 / world_size
+    def __init__(self, rank: int, world_size: int, memory: Memory, feedback: str = "auto") -> None:
+        self._memory = memory
+        self._feedback = feedback
+        self._rank = rank
+        self._world_size = world_size
         self._pool = exchange.Pool()
-        self._scratch = exchange.Pool()  # apart from the above: shards are smaller than chunks
 
-    def pack(self, run: Run) -> torch.Tensor:
-        """The tensor to send for `run`: this rank's share of the mean, encoded."""
-        if run.task.chunk.sparse:
-            (job,) = run.jobs.values()
-            run.wire = job.buffer * self._share
-            return run.wire
-        run.flat = self._gather(run)
-        if run.codec.name == "none":
-            run.wire = _real(run.flat)
-        else:
-            spec = run.codec.wire(run.flat.numel(), run.flat.dtype)
-            run.wire = self._pool.take(spec.dtype, spec.numel)
-            self._encode(run, run.flat, run.wire)
-        return run.wire
+    def pack(self, run: Run) -> Transfer:
+        """What to send for `run`."""
+        if run.after is None:
+            run.rounds = self._rounds(run)
+            return next(run.rounds)
+        run.rounds = run.after.rounds
+        assert run.after.following is not None
+        return run.after.following
 
-    def _encode(self, run: Run, flat: torch.Tensor, wire: torch.Tensor) -> None:
-        if self.feedback is None or _is_mean(run):
-            run.codec.encode(flat, wire)
-            return
-        spans = list(run.plan.layout.spans(run.chunk))
-        self.feedback.add(spans, flat)
-        run.codec.encode(flat, wire)
-        self.feedback.keep(spans, flat, run.codec, wire)
+    def unpack(self, run: Run, result: torch.Tensor) -> None:
+        """Go on with `result`, what the exchange returned; in the end the buckets hold means."""
+        assert run.rounds is not None
+        run.following = _resumed(run.rounds, result)
 
-    def unpack(self, run: Run, total: torch.Tensor) -> None:
-        """Write `total`, what the exchange returned, into the run's buckets."""
-        if run.task.chunk.sparse:
-            (job,) = run.jobs.values()
-            job.result = total
-            return
-        assert run.flat is not None
-        assert run.wire is not None
-        if run.codec.name != "none":
-            run.codec.decode(total, run.flat)
-            self._pool.give(run.wire)
-        if not _divided_first(run.flat.dtype) and not _is_mean(run):
-            run.flat.div_(self.world_size, rounding_mode="trunc")
+    def _rounds(self, run: Run) -> Rounds:
+        if run.chunk.sparse:
+            return self._sparse(run)
+        if run.task.codec == "none":
+            return self._split(run) if run.task.op == "reduce_scatter" else self._exact(run)
+        codec = run.codec
+        parcel = Parcel(
+            run.chunk,
+            tuple(run.plan.layout.spans(run.chunk)),
+            run.views(),
+            self._rank,
+            self._world_size,
+            run.step,
+            self._memory,
+            wants_feedback(codec, self._feedback),
+            self._pool,
+        )
+        return codec.rounds(parcel)
+
+    def _sparse(self, run: Run) -> Rounds:
+        (job,) = run.jobs.values()
+        wire = job.buffer * (1.0 / self._world_size)
+        sent = exchange.wire_bytes(wire, self._world_size)
+        job.result = yield Transfer(wire, partial(exchange.sparse_all_reduce, wire=wire), sent)
+
+    def _exact(self, run: Run) -> Rounds:
+        """All bits, summed where they lie where that is one piece of a bucket."""
         views = run.views()
-        if len(views) > 1:
-            torch._foreach_copy_(views, _split_like(run.flat, views))
-            self._pool.give(run.flat)
+        flat = self._gathered(views)
+        yield exchange.summed(_real(flat), self._world_size)
+        self._scatter(flat, views)
 
-    def exchange_of(self, run: Run) -> exchange.Exchange:
-        """How the run's wire tensor is summed, or gathered."""
-        if run.task.chunk.sparse:
-            return exchange.get("sparse_all_reduce")
-        if run.task.op == "reduce_scatter":
-            return partial(exchange.reduce_scatter, pool=self._scratch)
-        if run.task.op == "all_gather":
-            return partial(exchange.all_gather, pool=self._scratch)
-        return exchange.get(run.codec.exchange)
+    def _split(self, run: Run) -> Rounds:
+        """The same in two halves. In between the shard of the sum lies at its place."""
+        views = run.views()
+        flat = self._gathered(views)
+        wire = _real(flat)
+        sent = exchange.wire_bytes(wire, self._world_size, "all_gather")
+        for half in (exchange.reduce_scatter, exchange.all_gather):
+            yield Transfer(wire, partial(half, wire=wire, pool=self._pool), sent)
+        self._scatter(flat, views)
 
-    def _gather(self, run: Run) -> torch.Tensor:
+    def _gathered(self, views: list[torch.Tensor]) -> torch.Tensor:
         # Divide before the sum, by multiplying with the reciprocal, exactly as DDP does without a
         # hook: bit-equal results, and half-precision sums stay in range.
-        views = run.views()
         flat = views[0]
         if len(views) > 1:
             flat = self._pool.take(flat.dtype, sum(view.numel() for view in views))
             torch._foreach_copy_(_split_like(flat, views), views)
-        scale = _divided_first(flat.dtype) and not _is_mean(run)
-        return flat.mul_(self._share) if scale else flat
+        return flat.mul_(1.0 / self._world_size) if _divided_first(flat.dtype) else flat
+
+    def _scatter(self, flat: torch.Tensor, views: list[torch.Tensor]) -> None:
+        if not _divided_first(flat.dtype):
+            flat.div_(self._world_size, rounding_mode="trunc")
+        if len(views) > 1:
+            torch._foreach_copy_(views, _split_like(flat, views))
+            self._pool.give(flat)
 
 
-def _is_mean(run: Run) -> bool:
-    # Its reduce_scatter has scaled it, and accounted for the codec's errors.
-    return run.task.op == "all_gather"
+def wants_feedback(codec: Codec, setting: str) -> bool:
+    """Whether `error_feedback` means that this codec's errors are kept."""
+    return codec.biased if setting == "auto" else setting == "1"
+
+
+def _resumed(rounds: Rounds, result: torch.Tensor) -> Transfer | None:
+    try:
+        return rounds.send(result)
+    except StopIteration:
+        return None
 
 
 def _split_like(flat: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,11 +9,10 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Protocol
 
-import torch
-
 from commsched.codecs import get as get_codec
 from commsched.errors import CommSchedError
-from commsched.layout import BucketSpec, Chunk, Layout, Piece, digest_of, first_names
+from commsched.exchange import sent_share
+from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece, digest_of, first_names
 
 __all__ = ["MOST_IN_FLIGHT", "Plan", "Task", "agree"]
 
@@ -24,20 +23,26 @@ MOST_IN_FLIGHT = 6  # tasks of a policy's own choice; as many threads a lane has
 class Task:
     """One step on the wire for one chunk.
 
-    `op` is "all_reduce"; or "reduce_scatter", which leaves each rank the sum of its own shard, and
-    later in the plan "all_gather" of the same chunk, which gives every rank all shards.
+    `op` is the collective: one of a codec's `ops`. With codec none it is "all_reduce", or
+    "reduce_scatter", which leaves each rank the sum of its own shard, and later in the plan
+    "all_gather" of the same chunk, which gives every rank all shards. `round` counts the tasks of
+    a chunk, which follow each other in the plan, though not at once.
     """
 
     index: int
     op: str
     chunk: Chunk
     codec: str
+    round: int = 0
 
     @cached_property
     def wire_bytes(self) -> int:
-        """Bytes of the encoded chunk (before the exchange's own factor, e.g. 2(n-1)/n)."""
-        codec = get_codec(self.codec)
-        return codec.wire(self.chunk.numel, getattr(torch, self.chunk.dtype)).nbytes
+        """Bytes of the encoded chunk (before the exchange's own factor: see `sent_bytes`)."""
+        return get_codec(self.codec).wire(self.chunk, self.round).nbytes
+
+    def sent_bytes(self, world_size: int) -> float:
+        """Bytes that a rank sends, on average over the ranks."""
+        return self.wire_bytes * sent_share(self.op, world_size)
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,7 @@ class Plan:
     @cached_property
     def covers(self) -> tuple[dict[int, tuple[int, ...]], ...]:
         """For each task, which parameters it carries: their places in each bucket."""
-        return tuple(
-            {piece.bucket: _params_in(self.layout, piece) for piece in task.chunk.pieces}
-            for task in self.tasks
-        )
+        return tuple(_covers(self.layout, task.chunk) for task in self.tasks)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reverses it exactly."""
@@ -103,6 +105,13 @@ class Plan:
         )
 
 
+def _covers(layout: Layout, chunk: Chunk) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for piece in chunk.pieces:  # a bucket may have several
+        found[piece.bucket] = found.get(piece.bucket, ()) + _params_in(layout, piece)
+    return found
+
+
 def _params_in(layout: Layout, piece: Piece) -> tuple[int, ...]:
     found, offset = [], 0
     for index, param in enumerate(layout.buckets[piece.bucket].params):
@@ -115,9 +124,8 @@ def _params_in(layout: Layout, piece: Piece) -> tuple[int, ...]:
 def _task(item: dict[str, Any]) -> Task:
     chunk = item["chunk"]
     pieces = tuple(Piece(**piece) for piece in chunk["pieces"])
-    return Task(
-        item["index"], item["op"], Chunk(pieces, chunk["dtype"], chunk["sparse"]), item["codec"]
-    )
+    whole = Chunk(pieces, chunk["dtype"], chunk["sparse"])
+    return Task(item["index"], item["op"], whole, item["codec"], item["round"])
 
 
 class Control(Protocol):
@@ -176,6 +184,13 @@ def _bucket_difference(their: BucketSpec, our: BucketSpec) -> str:
         return f"is {kinds[0]} where rank 0 has {kinds[1]}"
     for our_param, their_param in zip_longest(our.params, their.params):
         if our_param != their_param:
-            said = [f"{p.name} ({p.numel})" if p else "nothing" for p in (our_param, their_param)]
+            said = [_described(param) for param in (our_param, their_param)]
             return f"holds {said[0]} where rank 0 has {said[1]}"
     raise AssertionError("the buckets are equal")
+
+
+def _described(param: ParamSpec | None) -> str:
+    if param is None:
+        return "nothing"
+    shape = "x".join(map(str, param.shape))
+    return f"{param.name} ({param.numel}{f': {shape}' if len(param.shape) > 1 else ''})"

@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from commsched import policies
+from commsched import codecs, policies
+from commsched.checkpoint import Checkpoint
+from commsched.codecs.base import WARM_UP
 from commsched.lane import Lane
 from commsched.layout import Layout
+from commsched.packer import wants_feedback
 from commsched.plan import Plan, agree
-from commsched.probe import agree_on_median, agree_on_profile
-from commsched.profile import Profile
+from commsched.pricing import coding_s, price
+from commsched.probe import agree_on_median, agree_on_profile, probe_link
+from commsched.profile import Link, Profile
+from commsched.rules import used, without
 from commsched.settings import Settings
 
-__all__ = ["Begin", "Made", "Planner"]
+__all__ = ["Begin", "Made", "Planner", "Verdict"]
 
 logger = logging.getLogger("commsched")
 
@@ -43,21 +48,64 @@ class Made:
     profile: Profile | None
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Which of the settings' codecs cost more than they save here, and why in words."""
+
+    refused: frozenset[str] = frozenset()
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"refused": sorted(self.refused), "reason": self.reason}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any] | None) -> Verdict | None:
+        """What `to_dict` gave; None for None."""
+        return None if saved is None else cls(frozenset(saved["refused"]), saved["reason"])
+
+
 class Planner:
     """Makes the plans of one model.
 
     Its conversations are tasks of the lane: all ranks hold them at the same place of its order.
+
+    Attributes:
+        made: the present plan; replaced as a whole, read by other threads.
+        active: the settings as they are in effect: without codecs that have not begun, or are
+            refused. Likewise.
+        verdict: None before codecs were priced. Likewise.
     """
 
-    def __init__(self, settings: Settings, world_size: int) -> None:
-        self.made: Made | None = None  # the present plan; replaced as a whole, read by others
+    def __init__(
+        self, settings: Settings, world_size: int, resumed: Checkpoint | None = None
+    ) -> None:
+        self.made: Made | None = None
+        self.verdict = None if resumed is None else Verdict.from_dict(resumed.verdict)
+        self._resumed = resumed
         self._settings = settings
         self._world_size = world_size
         self._policy = policies.get(settings.policy)
+        named = [codecs.get(codec) for codec in used(settings)]
+        self._lossy = frozenset(str(codec) for codec in named if codec.lossy)
+        self._start = settings.codec_start_step
+        if self._start < 0:
+            self._start = max(codec.start_step for codec in named)
+        self._step = 0
+        self.active = self._effective()
+        self._planned_with = self.active
+
+    def begin(self, step: int) -> None:
+        """Iteration `step` begins. Counted alike on all ranks; no conversation."""
+        self._step = step
+        self.active = self._effective()
 
     def unmeasured(self, layout: Layout) -> Plan:
         """This rank's plan before anything is measured."""
-        return self._policy(Profile.unmeasured(layout, self._world_size), self._settings)
+        plan = self._policy(Profile.unmeasured(layout, self._world_size), self.active)
+        if self._resumed is not None and self._step == self._resumed.step + 1:
+            return self._resumed.plan_for(layout, plan, self.active)
+        return plan
 
     def compare(self, lane: Lane, layout: Layout) -> None:
         """Refuse buckets that are not the same on all ranks."""
@@ -79,20 +127,59 @@ class Planner:
             begins.agreed_drift = lane.agree(
                 "comparing step times", partial(agree_on_median, lane.group, begins.drift)
             )
-        if begins.measured is None or layout is None:
+        if layout is None:
             return None
-        profile = lane.agree(
-            "agreeing on a profile",
-            partial(agree_on_profile, lane.group, layout, self._world_size, begins.measured),
-        )
+        profile = self.made.profile if self.made is not None else None
+        if begins.measured is not None:
+            profile = lane.agree(
+                "agreeing on a profile",
+                partial(agree_on_profile, lane.group, layout, self._world_size, begins.measured),
+            )
+        before = self._planned_with
+        self._judge(lane, profile)
+        if begins.measured is None and self.active == before:
+            return None
         return self._agree(lane, layout, profile)
+
+    def _effective(self) -> Settings:
+        if self._step < self._start:
+            return without(self._settings, self._lossy)
+        refused = frozenset[str]() if self.verdict is None else self.verdict.refused
+        return without(self._settings, refused)
+
+    def _judge(self, lane: Lane, profile: Profile | None) -> None:
+        """Price the codecs once they have begun, after warm-up, unless the user insists on them."""
+        due = self._step >= max(self._start, WARM_UP) and self.verdict is None
+        if not due or not self._lossy or self._settings.codec_force:
+            return
+        link = profile.link if profile is not None else None
+        self.verdict = lane.agree("pricing codecs", partial(self._price, lane, link))
+        self.active = self._effective()
+        if self.verdict.refused and lane.group.rank == 0:
+            logger.warning(
+                "gradients travel exactly: %s; codec_force=True uses it all the same",
+                self.verdict.reason,
+            )
+
+    def _price(self, lane: Lane, link: Link | None) -> Verdict:
+        link = link or probe_link(lane.group)
+        prices = []
+        for codec in sorted(self._lossy):
+            feedback = wants_feedback(codecs.get(codec), self._settings.error_feedback)
+            own_s = coding_s(codec, self._world_size, feedback)
+            agreed_s = agree_on_median(lane.group, own_s)
+            prices.append(price(codec, agreed_s, link, self._world_size))
+            logger.info("%s", prices[-1])
+        refused = [one for one in prices if not one.worth_it]
+        return Verdict(frozenset(one.codec for one in refused), "; ".join(map(str, refused)))
 
     def _agree(self, lane: Lane, layout: Layout, profile: Profile | None) -> Plan:
         def make(layout: Layout) -> Plan:
-            return self._policy(profile, self._settings) if profile else self.unmeasured(layout)
+            return self._policy(profile, self.active) if profile else self.unmeasured(layout)
 
         plan = lane.agree("agreeing on a plan", partial(agree, lane.group, layout, make))
         self.made = Made(plan, profile)
+        self._planned_with = self.active
         logger.info("%s", str(plan).partition("\n")[0])
         logger.debug("%s", plan)
         return plan

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
-from commsched import codecs, policies
-from commsched.codecs.feedback import ErrorFeedback
+from commsched import policies
+from commsched.checkpoint import Checkpoint, cut_by, described, gathered
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
 from commsched.group import Membership, timeout_of
 from commsched.jobs import Job, Progress
+from commsched.memory import Memory
 from commsched.model import Buckets
 from commsched.overlap import Overlap
 from commsched.planner import Begin
@@ -62,6 +63,8 @@ class Session:
         settings: Settings,
         buckets: Buckets,
         optimizers: tuple[Optimizer, ...] = (),
+        resumed: Checkpoint | None = None,
+        errors: str = "keep",
     ) -> None:
         timeout_s = settings.timeout_s or timeout_of(process_group)
         chosen = settings.policy != policies.AUTO
@@ -69,15 +72,17 @@ class Session:
         self.settings = settings = replace(settings, timeout_s=timeout_s, policy=policy)
         self.buckets = buckets
         self.exposure = Exposure()
-        lossy = codecs.get(settings.codec).lossy
-        feedback = ErrorFeedback() if lossy and settings.error_feedback else None
+        self.memory = Memory()
+        member = Membership(process_group, buckets.digest)
+        if resumed is not None:
+            resumed.refuse_other_model(buckets.numels)
+            resumed.restore(self.memory, member.rank, len(member.ranks), errors)
         ddp = buckets.ddp
         # Before any thread is started, since it may refuse.
         if optimizers:
             Overlap.refuse(ddp, optimizers)
-        self.engine = Engine(
-            Membership(process_group, buckets.digest), settings, feedback, bool(optimizers)
-        )
+        self.engine = Engine(member, settings, self.memory, bool(optimizers), resumed)
+        self._member = member
         self.overlap: Overlap | None = None
         if optimizers and ddp is not None:
             self.overlap = Overlap(ddp, optimizers, self.engine, wanted=chosen)
@@ -147,7 +152,7 @@ class Session:
         """What was measured so far."""
         engine, made = self.engine, self.engine.planner.made
         digest = None if made is None else made.plan.digest
-        settings = self.settings
+        settings = engine.planner.active
         report = self.exposure.report(engine.wire_bytes, settings.codec, settings.policy, digest)
         outlook = None if self.overlap is None else self.overlap.outlook()
         if outlook is None:
@@ -198,6 +203,30 @@ class Session:
         begin_s = time.monotonic()
         self._wait(lambda: all(job.done.is_set() for job in step.jobs if job.visible))
         self.overlap.recorder.waited(begin_s, time.monotonic())
+
+    def checkpoint(self, gather: bool) -> Checkpoint:
+        """What must be saved to go on from here.
+
+        Args:
+            gather: all ranks' slots, not only this one's. Collective.
+        """
+        self.synchronize()
+        member, planner, memory = self._member, self.engine.planner, self.memory
+        slots = {member.rank: memory.slots()}
+        if gather:
+            rows = self.engine.converse("gathering errors", partial(gathered, slots[member.rank]))
+            slots = dict(enumerate(rows))
+        made, verdict = planner.made, planner.verdict
+        return Checkpoint(
+            world_size=len(member.ranks),
+            step=memory.step,
+            params=self.buckets.numels,
+            settings=cut_by(planner.active),
+            verdict=None if verdict is None else verdict.to_dict(),
+            cut=[] if made is None else described(made.plan),
+            factors={param: dict(factors) for param, factors in memory.factors.items()},
+            slots=slots,
+        )
 
     def synchronize(self) -> None:
         """Wait for all sums, and run all recorded optimizer steps."""

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from commsched import codecs, policies
 from commsched.errors import SettingsError
+from commsched.rules import parse_rules
 
 __all__ = ["PREFIX", "Resolved", "SettingSpec", "Settings", "resolve", "specs"]
 
@@ -31,10 +32,12 @@ def _setting(
     low: float | None = None,
     high: float | None = None,
     choices: Callable[[], tuple[str, ...]] | None = None,
+    reads: Callable[[str], object] | None = None,
+    form: Callable[[], str] | None = None,
     per_rank: bool = False,
 ) -> Any:
-    metadata = {"doc": doc, "low": low, "high": high, "choices": choices, "per_rank": per_rank}
-    return field(default=default, metadata=metadata)
+    metadata = {"doc": doc, "low": low, "high": high, "choices": choices, "reads": reads}
+    return field(default=default, metadata={**metadata, "form": form, "per_rank": per_rank})
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,35 @@ class Settings:
     )
     codec: str = _setting(
         "none",
-        "how gradients travel; none is exact, the others are lossy",
-        choices=codecs.names,
+        "how gradients travel; none is exact, the others are lossy (docs/codecs.md)",
+        reads=codecs.get,
+        form=lambda: " | ".join(codecs.names()) + ", with options as in topk:ratio=0.01",
     )
-    error_feedback: bool = _setting(
-        False, "lossy codecs only: add what the last step's encoding lost to the next gradient"
+    codec_rules: str = _setting(
+        "",
+        "codecs of parameters by name, the first that fits, before all else: head.*=none;emb*=fp16",
+        reads=parse_rules,
+        form=lambda: "pattern=codec;...",
+    )
+    codec_min_numel: int = _setting(
+        1024,
+        "parameters with fewer elements stay exact, as do biases and norms; not with fp16 and bf16",
+        low=0,
+        high=10**9,
+    )
+    codec_start_step: int = _setting(
+        -1,
+        "steps before this one are exact; -1: the codec chooses (6; fp16 and bf16: 0)",
+        low=-1,
+        high=10**9,
+    )
+    codec_force: bool = _setting(
+        False, "use the codec also where encoding is found to cost more time than it saves"
+    )
+    error_feedback: str = _setting(
+        "auto",
+        "add what a step's encoding lost to the next gradient; auto: where the codec is biased",
+        choices=lambda: ("auto", "0", "1"),
     )
     chunk_mb: float = _setting(
         0.0,
@@ -122,6 +149,8 @@ class SettingSpec:
     low: float | None
     high: float | None
     choices: tuple[str, ...] | None
+    reads: Callable[[str], object] | None  # raises ValueError where a text means nothing
+    form: str | None  # what that takes, in words
     per_rank: bool
 
     @property
@@ -132,6 +161,8 @@ class SettingSpec:
     @property
     def allowed(self) -> str:
         """What values it takes, in words."""
+        if self.form is not None:
+            return self.form
         if self.choices is not None:
             return " | ".join(self.choices)
         if self.type is bool:
@@ -146,6 +177,8 @@ class SettingSpec:
         """
         try:
             value = _BOOLEANS[text.strip().lower()] if self.type is bool else self.type(text)
+            if self.choices is not None and {"0", "1"} <= {*self.choices}:
+                value = _BOOLEANS.get(text.strip().lower(), value)
         except (KeyError, ValueError):
             raise self._error(self.variable, text) from None
         return self.check(value, self.variable)
@@ -158,12 +191,19 @@ class SettingSpec:
         """
         if self.type is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
+        if type(value) is bool and self.choices is not None and str(int(value)) in self.choices:
+            value = str(int(value))
         right_type = type(value) is self.type  # exactly: True is an int, but not for chunk_mb
         if not right_type:
             raise self._error(said_by, value)
         if self.choices is not None and value not in self.choices:
             near = difflib.get_close_matches(value.lower(), self.choices, 1)
             raise self._error(said_by, value, near)
+        if self.reads is not None:
+            try:
+                self.reads(value)
+            except ValueError as error:
+                raise SettingsError(f"{said_by}={value!r} is not allowed: {error}") from None
         if self.low is not None and self.high is not None and not self.low <= value <= self.high:
             raise self._error(said_by, value)
         return value
@@ -182,13 +222,14 @@ def specs() -> tuple[SettingSpec, ...]:
     rows = []
     for item in fields(Settings):
         meta = dict(item.metadata)
-        choices = meta.pop("choices")
+        choices, form = meta.pop("choices"), meta.pop("form")
         rows.append(
             SettingSpec(
                 field=item.name,
                 type=types[item.name],
                 default=item.default,
                 choices=choices() if choices is not None else None,
+                form=form() if form is not None else None,
                 **meta,
             )
         )

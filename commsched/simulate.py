@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
+import torch
+
 from commsched import codecs
 from commsched.layout import Chunk, Piece, cut
 from commsched.plan import Plan, Task
@@ -60,14 +62,8 @@ class Timeline:
 
 
 def link_seconds(task: Task, profile: Profile) -> float:
-    """How long a task's bytes keep the link of one rank busy, without latency.
-
-    Of n ranks, each sends 2(n-1)/n of the encoded chunk in a ring all-reduce, and half of that in
-    a reduce-scatter or an all-gather (Patarasuk and Yuan, 2009).
-    """
-    rounds = 2 if task.op == "all_reduce" else 1
-    share = rounds * (profile.world_size - 1) / profile.world_size
-    return task.wire_bytes * share * profile.link.beta_s
+    """How long a task's bytes keep the link of one rank busy, without latency."""
+    return task.sent_bytes(profile.world_size) * profile.link.beta_s
 
 
 def simulate(plan: Plan, profile: Profile, deferred: bool = True) -> Timeline:
@@ -92,10 +88,10 @@ def _on_the_wire(plan: Plan, profile: Profile) -> Iterator[TaskTimes]:
     now_s = free_s = 0.0
     used = 0
     in_flight: deque[tuple[float, int]] = deque()  # end, encoded bytes; also of some that ended
-    scattered_s: dict[Chunk, float] = {}
+    before_s: dict[Chunk, float] = {}  # the end of each chunk's last task
     for task in plan.tasks:
-        if task.op == "all_gather":
-            ready_s = scattered_s[task.chunk]
+        if task.round:
+            ready_s = before_s[task.chunk]
         else:
             ready_s = max(profile.ready_s[piece.bucket] for piece in task.chunk.pieces)
         now_s = max(now_s, ready_s)
@@ -107,8 +103,7 @@ def _on_the_wire(plan: Plan, profile: Profile) -> Iterator[TaskTimes]:
         free_s = begin_s + link_seconds(task, profile)
         in_flight.append((free_s, task.wire_bytes))
         used += task.wire_bytes
-        if task.op == "reduce_scatter":
-            scattered_s[task.chunk] = free_s
+        before_s[task.chunk] = free_s
         yield TaskTimes(ready_s, now_s, begin_s, free_s)
 
 
@@ -182,8 +177,10 @@ def ideal(profile: Profile, codec: str = "none") -> float:
 def _param_seconds(profile: Profile, bucket: int, numel: int, codec: str) -> float:
     spec = profile.layout.buckets[bucket]
     chunk = Chunk((Piece(bucket, 0, numel),), spec.dtype, spec.sparse)
-    task = Task(0, "all_reduce", chunk, codecs.for_dtype(codec, chunk))
-    return link_seconds(task, profile)
+    fits = not spec.sparse and codecs.get(codec).supports(getattr(torch, spec.dtype))
+    name = codec if fits else "none"
+    tasks = (Task(0, op, chunk, name, at) for at, op in enumerate(codecs.get(name).ops))
+    return sum(link_seconds(task, profile) for task in tasks)
 
 
 def _least_lateness(jobs: Iterable[tuple[float, float, float]]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from commsched import policies
+from commsched import codecs, policies
+from commsched.checkpoint import Checkpoint
 from commsched.engine import CLOSED
 from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Membership
@@ -23,6 +24,7 @@ from commsched.jobs import Poison
 from commsched.model import Buckets, find_ddp
 from commsched.overlap import Overlap
 from commsched.report import Report, inactive
+from commsched.rules import used
 from commsched.session import Session
 from commsched.settings import Resolved, Settings, resolve
 
@@ -80,10 +82,17 @@ class State:
         self._resolved: Resolved = resolve(settings)
         self._keywords = dict(settings)
         self._session: Session | None = None
+        self._finalizer: weakref.finalize[..., State] | None = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._resumed: Checkpoint | None = None
+        self._errors = "keep"
         self._inactive = "no gradient bucket has come yet"
         self._closed = False
         _set_log_level(self._resolved)
+        for codec in map(codecs.get, used(self.settings)):
+            if codec.needs_feedback and self.settings.error_feedback == "0":
+                raise SettingsError(f"codec {codec.name!r} does not work with error_feedback='0'")
+            codec.prepare()  # not in the first step, where other ranks would wait
 
     @property
     def settings(self) -> Settings:
@@ -126,11 +135,63 @@ class State:
             raise CommSchedError("the DDP model was not found; use commsched.attach")
         return torch.nn.utils.clip_grad_norm_(ddp.module.parameters(), max_norm, norm_type)
 
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """What codecs keep from step to step, to be saved next to the model and the optimizer.
+
+        Plain values and tensors, copied; loads with ``torch.load(weights_only=True)``. Runs
+        recorded steps and waits for all communication first. What a rank has not sent yet is its
+        own: either every rank saves its dictionary, or one saves a gathered one.
+
+        Args:
+            gather: include what all ranks keep. Collective then: every rank must call it, after
+                the same step.
+
+        Raises:
+            CommSchedError: communication failed.
+        """
+        if self._session is not None:
+            return self._session.checkpoint(gather).to_dict()
+        if self._resumed is not None:
+            return self._resumed.to_dict()
+        return Checkpoint(0, -1).to_dict()
+
+    def load_state_dict(
+        self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]], errors: str = "keep"
+    ) -> None:
+        """Go on where `state_dict` was called. All ranks must, before their next step.
+
+        With the same buckets, settings and number of ranks the run goes on bit for bit. With other
+        ones nothing is lost either: errors are kept by parameter, and shared out where the number
+        of ranks has changed (which needs all ranks' dictionaries).
+
+        Args:
+            saved: a gathered dictionary, or this rank's own, or a list of all ranks'.
+            errors: "keep"; or "drop" what had not been sent.
+
+        Raises:
+            CommSchedError: of another model, or not such a dictionary.
+        """
+        if errors not in ("keep", "drop"):
+            raise CommSchedError(f"errors={errors!r} is not allowed: it is 'keep' or 'drop'")
+        resumed = Checkpoint.from_dict(saved)
+        ddp = self._model()
+        if ddp is not None:
+            resumed.refuse_other_model(Buckets(ddp).numels)
+        self._close_session()  # the next step begins a new one
+        self._resumed = resumed if resumed.step >= 0 else None
+        self._errors = errors
+
     def close(self) -> None:
         """Finish what was begun; end the thread and the process group. Later hook calls raise."""
         self._closed = True
         if self._session is not None:
             self._session.close()
+
+    def _close_session(self) -> None:
+        if self._session is not None and self._finalizer is not None:
+            self._session.synchronize()
+            self._finalizer()
+            self._session = None
 
     def report(self) -> Report:
         """Exposed communication, in total and by bucket, over the last 100 steps of this rank."""
@@ -213,10 +274,17 @@ class State:
 
     def _begin(self) -> Session:
         group = self._group()
-        session = Session(group, self.settings, Buckets(self._model()), self._optimizers)
+        session = Session(
+            group,
+            self.settings,
+            Buckets(self._model()),
+            self._optimizers,
+            self._resumed,
+            self._errors,
+        )
         # Not a bound method of self: the finalizer must not keep this object alive. It also runs
         # at interpreter exit, while threads can still be joined.
-        weakref.finalize(self, session.close)
+        self._finalizer = weakref.finalize(self, session.close)
         logger.info("commsched starts: %s", self._resolved.describe())
         return session
 

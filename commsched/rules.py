@@ -1,0 +1,100 @@
+"""Rules: which codec each parameter's gradient travels by, and the tasks that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from commsched import codecs
+from commsched.layout import BucketSpec, Chunk, Kind, Layout, ParamSpec, cut
+from commsched.plan import Task
+
+if TYPE_CHECKING:
+    from commsched.settings import Settings
+
+__all__ = ["chunks_of", "codec_of", "parse_rules", "tasks_of", "used", "without"]
+
+
+@cache
+def parse_rules(text: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of name pattern and codec from ``pattern=codec;pattern=codec``, in that order.
+
+    Raises:
+        ValueError: it does not read like that, or names a codec that does not exist.
+    """
+    rules = []
+    for item in filter(None, (item.strip() for item in text.split(";"))):
+        pattern, sign, codec = (part.strip() for part in item.partition("="))
+        if not (pattern and sign and codec):
+            raise ValueError(f"rules read pattern=codec;pattern=codec, and {item!r} does not")
+        rules.append((pattern, str(codecs.get(codec))))
+    return tuple(rules)
+
+
+def used(settings: Settings) -> tuple[str, ...]:
+    """The codecs that the settings name, each once."""
+    named = [str(codecs.get(settings.codec)), *(c for _, c in parse_rules(settings.codec_rules))]
+    return tuple(dict.fromkeys(named))
+
+
+def without(settings: Settings, refused: frozenset[str]) -> Settings:
+    """The same settings, with gradients exact where those codecs would be used."""
+    rules = parse_rules(settings.codec_rules)
+    kept = [(pattern, "none" if codec in refused else codec) for pattern, codec in rules]
+    codec = str(codecs.get(settings.codec))
+    return replace(
+        settings,
+        codec="none" if codec in refused else codec,
+        codec_rules=";".join(f"{pattern}={codec}" for pattern, codec in kept),
+    )
+
+
+def chunks_of(layout: Layout, settings: Settings, chunk_bytes: int) -> tuple[Chunk, ...]:
+    """Cut a layout so that what shares a chunk travels by the same codec."""
+
+    def kind_of(bucket: BucketSpec, param: ParamSpec) -> Kind:
+        codec = _codec_for(bucket, param, settings)
+        return Kind(codec, codecs.get(codec).whole_params)
+
+    return cut(layout, chunk_bytes, settings.fusion_bytes, kind_of)
+
+
+def codec_of(layout: Layout, chunk: Chunk, settings: Settings) -> str:
+    """The codec of a chunk that `chunks_of` has cut."""
+    span = next(layout.spans(chunk))
+    bucket = layout.buckets[chunk.pieces[0].bucket]
+    param = next(param for param in bucket.params if param.name == span.param)
+    return _codec_for(bucket, param, settings)
+
+
+def tasks_of(layout: Layout, settings: Settings, chunk_bytes: int) -> Iterator[tuple[Task, ...]]:
+    """For each chunk of a layout, in bucket order, its tasks. Their index is left at 0."""
+    for chunk in chunks_of(layout, settings, chunk_bytes):
+        codec = codec_of(layout, chunk, settings)
+        ops = codecs.get(codec).ops
+        yield tuple(Task(0, op, chunk, codec, number) for number, op in enumerate(ops))
+
+
+def _codec_for(bucket: BucketSpec, param: ParamSpec, settings: Settings) -> str:
+    """The first rule whose pattern fits; else the codec, unless that is for large ones only.
+
+    Biases and the weights of norms have one dimension: few bytes, and most sensitive to errors.
+    """
+    dtype: torch.dtype = getattr(torch, bucket.dtype)
+    for pattern, name in parse_rules(settings.codec_rules):
+        if fnmatchcase(param.name, pattern):
+            return _if_it_fits(name, bucket, dtype)
+    codec = codecs.get(settings.codec)
+    vector = len(param.shape) == 1 or param.numel == 1
+    if not codec.for_all and (vector or param.numel < settings.codec_min_numel):
+        return "none"
+    return _if_it_fits(str(codec), bucket, dtype)
+
+
+def _if_it_fits(name: str, bucket: BucketSpec, dtype: torch.dtype) -> str:
+    return name if not bucket.sparse and codecs.get(name).supports(dtype) else "none"
