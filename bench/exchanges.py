@@ -41,7 +41,7 @@ Figures = dict[tuple[str, int, int], list[list[float]]]
 
 
 def _ring(group: Group, wire: torch.Tensor, _pool: exchange.Pool) -> exchange.Stages:
-    return exchange.get("ring_all_reduce")(group, wire.mul_(1 / group.size))
+    return exchange.ring_all_reduce(group, wire.mul_(1 / group.size))
 
 
 def _rs(group: Group, wire: torch.Tensor, pool: exchange.Pool) -> exchange.Stages:

@@ -21,7 +21,7 @@ _DDP_KINDS: dict[str, tuple[type, ...]] = {
     "static_graph": (bool,),
     "find_unused_parameters": (bool,),
 }
-_DEFERRED_WARMUP = 12  # commsched first measures some synchronous steps, then agrees on a plan
+_DEFERRED_WARMUP = 12  # commsched first measures some exact, synchronous steps, then plans
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class HookSpec:
 
     def warmup(self, least: int) -> int:
         """Steps before the first round: `least`, and more where a profile is measured first."""
-        return max(least, _DEFERRED_WARMUP) if self.is_deferred else least
+        measures = self.is_deferred or "codec" in self.settings
+        return max(least, _DEFERRED_WARMUP) if measures else least
 
 
 def _pairs(rest: str) -> dict[str, Any]:

@@ -5,16 +5,21 @@ python -m pytest bench/micro.py --benchmark-columns=min,median,stddev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from commsched import codecs
+from commsched.codecs import ByteCodec, Codec, Summed
+from commsched.exchange import Transfer
 from commsched.iteration import Iteration, KnownPlan
 from commsched.jobs import Job, Progress, Run
-from commsched.layout import BucketSpec, Layout, ParamSpec
+from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece
+from commsched.memory import Memory
 from commsched.packer import Packer
 from commsched.pending import mark_param, unmark
 from commsched.plan import Plan
@@ -24,12 +29,16 @@ from commsched.settings import Settings
 from commsched.simulate import simulate
 
 CHUNK_NUMEL = 2**20  # 4 MB of float32: the default chunk
+SHAPE = (1024, 1024)
+CHUNK = Chunk((Piece(0, 0, CHUNK_NUMEL, SHAPE[0]),), "float32")
 LAYOUT = Layout(
     tuple(
         BucketSpec(tuple(ParamSpec(f"layer{b}.{p}", 2**19) for p in range(12)), "float32")
         for b in range(5)
     )
 )
+# Those that encode a chunk by itself; the others' work lies between their collectives.
+LOCAL = [name for name in codecs.names() if isinstance(codecs.get(name), (ByteCodec, Summed))]
 
 
 @pytest.fixture(autouse=True)
@@ -55,33 +64,92 @@ def _profile() -> Profile:
     return Profile(LAYOUT, 2, ready_s, params, 0.25, 0.5, 0.01, link)
 
 
-@pytest.mark.parametrize("name", codecs.names())
-@pytest.mark.parametrize("direction", ["encode", "decode"])
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("direction", ["encode", "encode_feedback", "decode", "decode_add"])
 def test_codec(benchmark: BenchmarkFixture, name: str, direction: str) -> None:
     """One chunk; GB/s of gradients in the extra column."""
-    codec = codecs.get(name)
-    grad = torch.randn(CHUNK_NUMEL)
-    wire = codec.wire(grad.numel(), grad.dtype).empty()
+    codec: Any = codecs.get(name)
+    if not hasattr(codec, direction):
+        pytest.skip("summed on the wire")
+    codec.prepare()
+    grad, error = torch.randn(CHUNK_NUMEL), torch.zeros(CHUNK_NUMEL)
+    wire = codec.wire(CHUNK).empty()
     codec.encode(grad, wire)
-    if direction == "encode":
-        benchmark(codec.encode, grad, wire)
-    else:
-        benchmark(codec.decode, wire, grad)
+    work = {
+        "encode": lambda: codec.encode(grad, wire),
+        "encode_feedback": lambda: codec.encode_feedback(grad, error, wire),
+        "decode": lambda: codec.decode(wire, error),
+        "decode_add": lambda: codec.decode_add(wire, error),
+    }
+    benchmark(work[direction])
     if benchmark.stats is not None:  # None: --benchmark-disable
         benchmark.extra_info["GB/s"] = grad.nbytes / 1e9 / benchmark.stats.stats.median
+
+
+class _Echo:
+    """Rank 0 of two, where the other one sends what this one sends."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """The sum is as if the other's were 0."""
+
+    def all_to_all(
+        self, out: torch.Tensor, inp: torch.Tensor, out_sizes: Sequence[int], _: Sequence[int]
+    ) -> Any:
+        """Costs a copy of what is sent: small, as it is encoded."""
+        out.copy_(inp[: sum(out_sizes)])
+
+
+def _result(transfer: Transfer) -> torch.Tensor:
+    stages = transfer.start(_Echo())
+    next(stages)
+    try:
+        stages.send([transfer.wire])
+    except StopIteration as stop:
+        result: torch.Tensor = stop.value
+        return result
+    raise AssertionError("an exchange starts one collective")
 
 
 @pytest.mark.parametrize("name", codecs.names())
 def test_pack_and_unpack(benchmark: BenchmarkFixture, name: str) -> None:
     """All that the engine's thread computes for one chunk, on two ranks."""
-    layout = Layout((BucketSpec((ParamSpec("p", CHUNK_NUMEL),), "float32"),))
+    codec: Codec = codecs.get(name)
+    codec.prepare()
+    layout = Layout((BucketSpec((ParamSpec("p", CHUNK_NUMEL, SHAPE),), "float32"),))
     plan = get_policy("fifo")(Profile.unmeasured(layout, 2), Settings(codec=name))
-    packer = Packer(2, None)
-    buffer = torch.randn(CHUNK_NUMEL)
+    assert [task.codec for task in plan.tasks] == [name] * len(codec.ops)
+    packer = Packer(0, 2, Memory())
+    grads = torch.randn(CHUNK_NUMEL)
+    buffer = grads.clone()
 
     def once() -> None:
-        run = Run(plan.tasks[0], plan, set(), {0: Job(0, layout.buckets[0], buffer, Progress())})
-        packer.unpack(run, packer.pack(run))
+        job, after = Job(0, layout.buckets[0], buffer.copy_(grads), Progress()), None
+        for task in plan.tasks:
+            run = Run(task, plan, set(), {0: job}, after=after)
+            packer.unpack(run, _result(packer.pack(run)))
+            run.done, after = True, run
+
+    benchmark(once)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_memory(benchmark: BenchmarkFixture, same: bool) -> None:
+    """A chunk's slot: found again; or cut anew, as when buckets have changed."""
+    memory = Memory()
+    rows = []
+    for chunk_numel in (2**18, 2**18 if same else 2**17 + 64):
+        chunks = [
+            Chunk((Piece(0, start, min(chunk_numel, 2**19 - start)),), "float32")
+            for start in range(0, 2**19, chunk_numel)
+        ]
+        rows.append([tuple(LAYOUT.spans(chunk)) for chunk in chunks])
+
+    def once() -> None:
+        for row in rows:
+            for spans in row:
+                memory.slot("error", spans)
 
     benchmark(once)
 
@@ -89,6 +157,13 @@ def test_pack_and_unpack(benchmark: BenchmarkFixture, name: str) -> None:
 def test_plan(benchmark: BenchmarkFixture) -> None:
     """Cutting 120 MB into chunks, with its digest."""
     benchmark(lambda: _plan().digest)
+
+
+def test_plan_with_rules(benchmark: BenchmarkFixture) -> None:
+    """The same where every fourth parameter travels by another codec."""
+    settings = Settings(codec="bf16", codec_rules="*.[048]=none;*.11=fp16")
+    blank = Profile.unmeasured(LAYOUT, 2)
+    benchmark(lambda: get_policy("fifo")(blank, settings).digest)
 
 
 @pytest.mark.parametrize("policy", ["priority", "rs_ag"])

@@ -234,7 +234,7 @@ def _leaked_threads(before: set[threading.Thread]) -> list[str]:
 class _RewritingLoader(SourceFileLoader):
     """Compiles a test file with pytest's assertion rewriting: a bare assert shows its values."""
 
-    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
+    def get_code(self, fullname: str) -> CodeType:
         """Never uses the bytecode cache, which belongs to the plain compilation."""
         import ast
 

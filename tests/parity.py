@@ -19,7 +19,13 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 # Small enough that tiny models have many chunks in flight and something to fuse.
-SMALL = {"chunk_mb": 0.004, "fusion_mb": 0.001, "credit_mb": 0.016, "timeout_s": 30.0}
+SMALL = {
+    "chunk_mb": 0.004,
+    "fusion_mb": 0.001,
+    "credit_mb": 0.016,
+    "timeout_s": 30.0,
+    "codec_force": True,  # on loopback few codecs are worth it
+}
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""Codecs against NumPy bit for bit; error feedback loses nothing."""
+"""Every codec: NumPy's bits, the declared size, nothing lost or hidden, equal on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,40 +11,36 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from commsched import codecs, exchange
-from commsched.codecs import Codec, WireSpec
-from commsched.codecs.feedback import ErrorFeedback
-from commsched.layout import BucketSpec, Layout, ParamSpec, cut
+from commsched import codecs
+from commsched.codecs import ByteCodec, Codec, Oracle, Sharded, Summed, WireSpec
+from commsched.exchange import sent_share
+from commsched.layout import Chunk, Piece
+from commsched.plan import Task
+from tests.averaging import World
 
+LOSSY = [name for name in codecs.names() if codecs.get(name).lossy]
+LOCAL = [name for name in LOSSY if isinstance(codecs.get(name), (ByteCodec, Summed))]
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16}
-LARGEST = {name: torch.finfo(dtype).max for name, dtype in CASTS.items()}
-FLOATS32 = st.floats(width=32) | st.sampled_from(
-    [
-        0.0,
-        -0.0,
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        65504.0,
-        65519.0,
-        65520.0,
-        1e-45,
-        -1e-40,
-        2.0**-24,
-        2.0**-25,
-        2.0**-14,
-        1.00390625,  # halfway between two bf16, to even: down
-        1.01171875,  # and up
-        float(np.finfo(np.float32).max),
-    ]
-)
-SHAPES = st.integers(1, 3) | st.integers(1, 130)  # with and without a vectorised part
-arrays32 = hnp.arrays(np.float32, SHAPES, elements=FLOATS32)
-
-
-def finite32(limit: float) -> st.SearchStrategy[np.ndarray]:
-    largest = float(np.float32(limit))
-    return hnp.arrays(np.float32, SHAPES, elements=st.floats(-largest, largest, width=32))
+MAX = float(np.finfo(np.float32).max)
+SPECIAL = [
+    0.0,
+    -0.0,
+    2.0**-149,
+    -(2.0**-140),
+    2.0**-126,
+    65504.0,
+    65520.0,
+    2.0**-24,
+    1.01171875,
+    MAX,
+    -MAX,
+]
+FINITE = st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from(SPECIAL)
+ANY = FINITE | st.sampled_from([float("nan"), float("inf"), -float("inf")])
+SHAPES = st.integers(1, 3) | st.integers(1, 1300)  # with and without whole blocks
+finite_arrays = hnp.arrays(np.float32, SHAPES, elements=FINITE)
+any_arrays = hnp.arrays(np.float32, SHAPES, elements=ANY)
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,23 +48,29 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def encoded(codec: Codec, grad: torch.Tensor) -> torch.Tensor:
-    wire = codec.wire(grad.numel(), grad.dtype).empty()
-    codec.encode(grad, wire)
+def chunk_of(numel: int, dtype: str = "float32") -> Chunk:
+    return Chunk((Piece(0, 0, numel),), dtype)
+
+
+def encoded(codec: Codec, grad: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    assert isinstance(codec, (ByteCodec, Summed))
+    wire = codec.wire(chunk_of(grad.numel())).empty()
+    codec.encode(grad, wire, seed)
     return wire
 
 
-def decoded(codec: Codec, wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(wire.numel(), dtype=dtype)
-    codec.decode(wire, out)
+def decoded(codec: Codec, wire: torch.Tensor, numel: int, seed: int = 0) -> torch.Tensor:
+    out = torch.full((numel,), 7.0)
+    if isinstance(codec, ByteCodec):
+        codec.decode(wire, out)
+    else:
+        assert isinstance(codec, Summed)
+        codec.decode(wire, out, seed)
     return out
 
 
-def bf16_oracle(x: np.ndarray) -> np.ndarray:
-    """The upper 16 bits of each float32, rounded to nearest even; only NaN needs care."""
-    word = x.view(np.uint32).astype(np.uint64)
-    rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
-    return rounded.astype(np.uint16)
+def normal(numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
 # ---------------------------------------------------------------- the registry
@@ -76,258 +78,361 @@ def bf16_oracle(x: np.ndarray) -> np.ndarray:
 
 def test_the_registry_knows_its_codecs() -> None:
     assert codecs.names()[0] == "none"
-    assert {"none", "fp16", "bf16"} <= set(codecs.names())
-    assert len(set(codecs.names())) == len(codecs.names())
+    assert {"none", "fp16", "bf16", "int8", "int4", "fp8", "dynamic8", "sign"} <= set(
+        codecs.names()
+    )
+    assert {"ternary", "qsgd", "topk", "randomk", "vote"} <= set(codecs.names())
+    assert {"powersgd", "acpsgd", "dgc"} <= set(codecs.names())
     for name in codecs.names():
         assert codecs.get(name).name == name
-        assert callable(exchange.get(codecs.get(name).exchange))
+        assert str(codecs.get(name)) == name
+        assert (type(codecs.get(name)).__doc__ or "").strip()
 
 
-def test_a_name_is_given_once() -> None:
-    class Another(type(codecs.get("none"))):
-        name = "fp16"
-
-    before = {name: codecs.get(name) for name in codecs.names()}
-    with pytest.raises(ValueError, match="fp16"):
-        codecs.register(Another())
-    assert {name: codecs.get(name) for name in codecs.names()} == before
+def test_options_are_read_and_said() -> None:
+    codec = codecs.get("topk:ratio=0.02")
+    assert (codec.name, codec.ratio, str(codec)) == ("topk", 0.02, "topk:ratio=0.02")
+    assert codecs.get("topk:ratio=0.01") == codecs.get("topk")
+    assert str(codecs.get("topk:ratio=0.01")) == "topk"
 
 
-def test_casts_are_lossy_and_none_is_not() -> None:
-    assert not codecs.get("none").lossy
-    assert all(codecs.get(name).lossy for name in CASTS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("int9", "did you mean 'int8'"),
+        ("topk:ration=0.1", "no option 'ration': it has ratio"),
+        ("topk:ratio=much", "it takes float"),
+        ("topk:ratio=7", "ratio"),
+        ("none:ratio=7", "it has none"),
+        ("int8:block=33", "block"),
+        ("powersgd:rank=0", "rank"),
+        ("fp8:format=e3m4", "e4m3"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        codecs.get(text)
 
 
-@pytest.mark.parametrize("name", [name for name in codecs.names() if not codecs.get(name).lossy])
-@given(x=arrays32)
-@settings(deadline=None)
-def test_codecs_called_lossless_are(name: str, x: np.ndarray) -> None:
-    grad = torch.from_numpy(x)
-    wire = encoded(codecs.get(name), grad)
-    assert torch.equal(bits(decoded(codecs.get(name), wire, torch.float32)), bits(grad))
+@dataclass(frozen=True)
+class _Halves(ByteCodec):
+    """Complete, to begin with."""
+
+    name = "halves"
+    ops = ("gather",)
+    oracle = Oracle(lambda c, x, s: x.view(np.uint8), lambda c, w, n, s: w.view(np.float32))
+
+    def nbytes(self, numel: int, step: int | None = None) -> int:
+        return 4 * numel
+
+    def wire(self, chunk: Chunk, round: int = 0, step: int | None = None) -> WireSpec:  # noqa: A002
+        return WireSpec(torch.uint8, 4 * chunk.numel)
+
+    def encode(self, grad: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+        out.view(torch.float32).copy_(grad)
+
+    def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(wire.view(torch.float32))
+
+    def rounds(self, parcel: object) -> None:  # type: ignore[override]
+        raise NotImplementedError
 
 
-# ---------------------------------------------------------------- any codec
+def lacking(**attributes: object) -> type[Codec]:
+    return dataclass(frozen=True)(type("Lacking", (_Halves,), {"__doc__": "x", **attributes}))
 
 
-@pytest.mark.parametrize("name", codecs.names())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("numel", [0, 1, 7, 64, 1000])
-def test_the_wire_is_as_declared_and_the_input_stays(
-    name: str, dtype: torch.dtype, numel: int
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"oracle": None}, "oracle"),
+        ({"ops": ()}, "ops"),
+        ({"name": "fp16"}, "registered already"),
+        ({"name": None}, "name"),
+        ({"decode": ByteCodec.decode}, "lacks decode"),
+        ({"nbytes": ByteCodec.nbytes}, "lacks nbytes"),
+        ({"wire": Codec.wire}, "lacks wire"),
+        ({"encode": ByteCodec.encode}, "lacks encode"),
+    ],
+)
+def test_half_a_codec_is_not_registered(what: dict[str, object], said: str) -> None:
+    before = codecs.names()
+    with pytest.raises(ValueError, match=said):
+        codecs.register(lacking(**what))
+    assert codecs.names() == before
+
+
+def test_a_whole_one_is_and_may_be_a_decorated_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "_CODECS", dict(codecs._CODECS))
+    assert codecs.register(_Halves) is _Halves
+    assert codecs.get("halves") == _Halves()
+
+
+def test_all_but_none_are_lossy_and_begin_after_warm_up() -> None:
+    assert [name for name in codecs.names() if name not in LOSSY] == ["none"]
+    early = {name for name in codecs.names() if codecs.get(name).start_step == 0}
+    assert early == {"none", *CASTS}
+
+
+# ---------------------------------------------------------------- encode, decode
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("numel", [1, 7, 64, 129, 5000])
+def test_the_wire_is_as_declared_and_the_input_stays(name: str, numel: int) -> None:
+    codec = codecs.get(name)
+    grad = normal(numel)
+    before = grad.clone()
+    wire = torch.full((codec.wire(chunk_of(numel)).nbytes + 8,), 77, dtype=torch.uint8)
+    spec = codec.wire(chunk_of(numel))
+    out = wire[4:-4].view(spec.dtype)
+    codec.encode(grad, out, 5)
+    assert wire[:4].eq(77).all()
+    assert wire[-4:].eq(77).all()
+    assert torch.equal(bits(grad), bits(before))
+    assert torch.equal(bits(out), bits(encoded(codec, grad, 5)))  # every byte written
+    sent = out.clone()
+    got = decoded(codec, out, numel, 5)
+    assert torch.equal(bits(out), bits(sent))
+    assert torch.equal(decoded(codec, encoded(codec, grad, 5), numel, 5), got)  # no hidden state
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@given(x=any_arrays, seed=SEEDS)
+@settings(deadline=None, max_examples=60)
+def test_encoding_is_numpys(name: str, x: np.ndarray, seed: int) -> None:
+    codec = codecs.get(name)
+    assert codec.oracle is not None
+    wire = encoded(codec, torch.from_numpy(x), seed)
+    ours = bits(wire).numpy()
+    theirs = codec.oracle.encode(codec, x, seed)
+    if name in CASTS:  # which NaN is the hardware's choice
+        nan = np.isnan(x)
+        ours, theirs = (side.view(np.uint16)[~nan] for side in (ours, theirs))
+        assert wire.isnan().numpy().tolist() == nan.tolist()
+    assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@given(x=any_arrays, seed=SEEDS)
+@settings(deadline=None, max_examples=60)
+def test_decoding_is_numpys(name: str, x: np.ndarray, seed: int) -> None:
+    codec = codecs.get(name)
+    assert codec.oracle is not None
+    wire = encoded(codec, torch.from_numpy(x), seed)
+    ours = decoded(codec, wire, len(x), seed).numpy()
+    theirs = codec.oracle.decode(codec, bits(wire).numpy(), len(x), seed)
+    nan = np.isnan(theirs)
+    assert np.array_equal(np.isnan(ours), nan)
+    assert np.array_equal(ours[~nan].view(np.uint32), theirs[~nan].view(np.uint32))
+
+
+@pytest.mark.parametrize("name", [n for n in LOCAL if isinstance(codecs.get(n), ByteCodec)])
+@given(x=finite_arrays, y=finite_arrays, seed=SEEDS)
+@settings(deadline=None, max_examples=40)
+def test_decode_add_adds_what_decode_gives(
+    name: str, x: np.ndarray, y: np.ndarray, seed: int
 ) -> None:
     codec = codecs.get(name)
-    assert codec.supports(dtype)
-    grad = torch.randn(numel, dtype=dtype)
-    before = grad.clone()
-    spec = codec.wire(numel, dtype)
-    wire = spec.empty()
-    assert (wire.dtype, wire.shape, wire.nbytes) == (spec.dtype, (spec.numel,), spec.nbytes)
-    assert wire.is_contiguous()
-    codec.encode(grad, wire)
-    assert torch.equal(bits(grad), bits(before))
-    assert (wire.dtype, wire.nbytes) == (spec.dtype, spec.nbytes)
-    sent = wire.clone()
-    out = decoded(codec, wire, dtype)
-    assert torch.equal(bits(wire), bits(sent))
-    assert out.dtype == dtype
-    assert torch.equal(decoded(codec, encoded(codec, grad), dtype), out)  # no hidden state
+    numel = min(len(x), len(y))
+    wire = encoded(codec, torch.from_numpy(x[:numel].copy()), seed)
+    out = torch.from_numpy(y[:numel].copy())
+    expected = out + decoded(codec, wire, numel)
+    codec.decode_add(wire, out)
+    nan = expected.isnan()
+    assert torch.equal(out.isnan(), nan)
+    assert torch.equal(out[~nan], expected[~nan])
 
 
-@pytest.mark.parametrize("name", CASTS)
-def test_casts_travel_as_two_bytes(name: str) -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert codecs.get(name).wire(100, dtype) == WireSpec(CASTS[name], 100)
-        assert codecs.get(name).wire(100, dtype).nbytes == 200
-
-
-@given(arrays32)
-@settings(deadline=None)
-def test_fp16_is_numpys(x: np.ndarray) -> None:
-    wire = encoded(codecs.get("fp16"), torch.from_numpy(x)).numpy()
-    with np.errstate(over="ignore", under="ignore"):
-        oracle = x.astype(np.float16)
-    nan = np.isnan(x)
-    assert np.array_equal(np.isnan(wire), nan)
-    assert np.array_equal(wire.view(np.uint16)[~nan], oracle.view(np.uint16)[~nan])
-    assert np.array_equal(np.isinf(wire), np.abs(x) >= 65520)  # and so Inf stays Inf
-
-
-@given(arrays32)
-@settings(deadline=None)
-def test_bf16_is_the_upper_half_rounded_to_even(x: np.ndarray) -> None:
-    wire = encoded(codecs.get("bf16"), torch.from_numpy(x))
-    nan = np.isnan(x)
-    assert np.array_equal(wire.isnan().numpy(), nan)
-    assert np.array_equal(wire.view(torch.uint16).numpy()[~nan], bf16_oracle(x)[~nan])
-    assert bool(wire[torch.from_numpy(np.isinf(x))].isinf().all())
-
-
-@pytest.mark.parametrize("name", CASTS)
-@given(x=arrays32)
-@settings(deadline=None)
-def test_decoding_a_cast_is_exact(name: str, x: np.ndarray) -> None:
+@pytest.mark.parametrize("name", LOCAL)
+@given(x=any_arrays, e=finite_arrays, seed=SEEDS)
+@example(x=np.float32([np.nan, np.inf, -np.inf, 1.001]), e=np.zeros(4, np.float32), seed=0)
+@settings(deadline=None, max_examples=60)
+def test_what_was_sent_and_what_is_kept_are_what_was_given(
+    name: str, x: np.ndarray, e: np.ndarray, seed: int
+) -> None:
+    """Bit for bit: the error is the float32 difference; finite whatever the gradient is."""
     codec = codecs.get(name)
-    wire = encoded(codec, torch.from_numpy(x))
-    out = decoded(codec, wire, torch.float32)
-    if name == "fp16":
-        oracle = wire.numpy().astype(np.float32)
-    else:
-        oracle = (wire.view(torch.uint16).numpy().astype(np.uint32) << 16).view(np.float32)
-    nan = np.isnan(x)
-    assert np.array_equal(out.isnan().numpy(), nan)
-    assert np.array_equal(out.numpy().view(np.uint32)[~nan], oracle.view(np.uint32)[~nan])
-    again = encoded(codec, out)
-    assert torch.equal(bits(again[torch.from_numpy(~nan)]), bits(wire[torch.from_numpy(~nan)]))
+    numel = min(len(x), len(e))
+    grad = torch.from_numpy(x[:numel].copy())
+    error = torch.from_numpy(e[:numel].copy())
+    given_ = grad + error
+    wire = codec.wire(chunk_of(numel)).empty()
+    codec.encode_feedback(grad, error, wire, seed)
+    assert np.array_equal(grad.numpy(), x[:numel], equal_nan=True)
+    if name not in CASTS or bool(given_.isfinite().all()):
+        assert torch.equal(bits(wire), bits(encoded(codec, given_, seed)))
+    lost = given_ - decoded(codec, wire, numel, seed)
+    assert bool(error.isfinite().all())
+    finite = lost.isfinite()
+    assert torch.equal(error[finite], lost[finite])
+    assert not error[~finite].any()
 
 
-@pytest.mark.parametrize("name", CASTS)
-def test_casting_a_view_that_begins_anywhere(name: str) -> None:
+@pytest.mark.parametrize("name", LOCAL)
+@given(x=any_arrays, seed=SEEDS)
+@settings(deadline=None, max_examples=60)
+def test_what_is_not_finite_does_not_come_out_finite(name: str, x: np.ndarray, seed: int) -> None:
+    codec = codecs.get(name)
+    grad = torch.from_numpy(x)
+    got = decoded(codec, encoded(codec, grad, seed), len(x), seed)
+    if not bool(grad.isfinite().all()):
+        assert not bool(got.isfinite().all())
+        if isinstance(codec, Sharded):
+            assert not bool(got[~grad.isfinite()].isfinite().any())
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSY if n not in CASTS])
+@given(x=hnp.arrays(np.float32, SHAPES, elements=st.floats(-(2.0**120), 2.0**120, width=32)))
+@settings(deadline=None, max_examples=40)
+def test_what_is_finite_stays_finite(name: str, x: np.ndarray) -> None:
+    """Also where a block holds numbers of all sizes: its scale must not overflow."""
+    for got in World(codecs.get(name), 2).average([torch.from_numpy(x)] * 2):
+        assert bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("numel", [1, 64, 1000])
+def test_zeros_stay_zeros(name: str, numel: int) -> None:
+    codec = codecs.get(name)
+    assert not decoded(codec, encoded(codec, torch.zeros(numel)), numel).any()
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_view_that_begins_anywhere(name: str) -> None:
     """Chunks are views into buckets: vectorised loops must not assume an aligned beginning."""
-    buffer = torch.randn(200)
+    codec, buffer = codecs.get(name), normal(900)
     for start in range(9):
-        view = buffer[start : start + 131]
-        assert torch.equal(
-            bits(encoded(codecs.get(name), view)), bits(encoded(codecs.get(name), view.clone()))
+        view = buffer[start : start + 731]
+        assert torch.equal(bits(encoded(codec, view)), bits(encoded(codec, view.clone())))
+
+
+UNBIASED = [name for name in LOCAL if not codecs.get(name).biased and name not in CASTS]
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_stochastic_ones_are_right_on_average(name: str) -> None:
+    """Within five standard errors, each gradient of a block.
+
+    One that takes two neighbouring levels, at most the block's largest number apart, deviates by no
+    more than sqrt(size x largest).
+    """
+    codec, grad, times = codecs.get(name), normal(300, 1), 2000
+    draws = [decoded(codec, encoded(codec, grad, seed), 300).double() for seed in range(times)]
+    rows = torch.stack(draws)
+    assert (rows.std(0) > 0).sum() > 250
+    largest = grad.abs().max()
+    bound = 5 * ((grad.abs() * largest / times).sqrt() + largest / times)
+    assert bool(((rows.mean(0) - grad).abs() <= bound).all())
+
+
+# ---------------------------------------------------------------- over ranks
+
+
+def gradients(size: int, numel: int, seed: int) -> list[torch.Tensor]:
+    return [normal(numel, 100 * seed + rank) * 10.0 ** (rank % 3 - 1) for rank in range(size)]
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("numel", "rows"), [(1, 0), (5, 0), (640, 16), (3001, 0), (6400, 80)])
+def test_over_all_ranks_nothing_is_lost(name: str, size: int, numel: int, rows: int) -> None:
+    """Average + errors = true average + errors before; and every rank holds the same bytes."""
+    world = World(codecs.get(name), size, feedback="1")
+    momentum = codecs.get(name).momentum if name == "dgc" else 0.0
+    owed = torch.zeros(numel).double()
+    for step in range(4):
+        grads = gradients(size, numel, step)
+        before, velocity = world.errors(), world.errors("velocity")
+        got = world.average(grads, rows)
+        for other in got[1:]:
+            assert torch.equal(bits(other), bits(got[0]))
+        true = torch.stack(grads).double().mean(0) + momentum * velocity
+        # The sums of casts are rounded once more on the wire, where nobody keeps what is lost.
+        near = {"fp16": 2e-3, "bf16": 2e-2}.get(name, 2e-5)
+        torch.testing.assert_close(
+            got[0].double() + world.errors(), true + before, rtol=near, atol=near
         )
+        owed = owed + true
+    assert owed.any()
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_gradient_on_one_rank_is_seen_by_all(name: str, size: int, bad: float) -> None:
+    for at in (0, 1200, 2399):
+        world = World(codecs.get(name), size)
+        grads = gradients(size, 2400, 0)
+        grads[size - 1][at] = bad
+        got = world.average(grads, 40)
+        for one in got:
+            assert not bool(one.isfinite().all())
+            assert torch.equal(one.isfinite(), got[0].isfinite())
+        for memory in world.memories:
+            for rows in memory.slots().values():
+                assert all(bool(kept.isfinite().all()) for kept in rows.values())
+        after = world.average(gradients(size, 2400, 1), 40)  # a GradScaler skips, and goes on
+        assert all(bool(one.isfinite().all()) for one in after)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_sent_are_those_of_the_plan(name: str, size: int) -> None:
+    codec = codecs.get(name)
+    numel, rows = 64000, 200
+    chunk = Chunk((Piece(0, 0, numel, rows),), "float32")
+    world = World(codec, size)
+    sent = []
+    for step in range(2):  # acpsgd sends one factor, then the other
+        world.average(gradients(size, numel, step), rows)
+        sent.append(sum(world.sent_bytes) / size)
+    assert name == "acpsgd" or sent[0] == sent[1]
+    tasks = [Task(0, op, chunk, name, number) for number, op in enumerate(codec.ops)]
+    said = sum(task.sent_bytes(size) for task in tasks)
+    assert abs(max(sent) - said) <= 0.03 * said
+    exact = 4 * numel * sent_share("all_reduce", size)
+    assert said <= exact / 2
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_single_number_on_many_ranks(name: str) -> None:
+    """Fewer gradients than ranks: some shards are empty."""
+    world = World(codecs.get(name), 4)
+    got = world.average([torch.tensor([float(rank + 1)]) for rank in range(4)])
+    assert all(torch.equal(one, got[0]) for one in got)
+    assert bool(got[0].isfinite().all())
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_in_the_long_run_the_average_is_the_true_one(name: str) -> None:
+    """A constant gradient: what has arrived after some steps is what was owed, nearly."""
+    codec = codecs.get(name)
+    if name == "dgc":
+        codec = codecs.get("dgc:momentum=0.0,ratio=0.05")
+    elif name in ("topk", "randomk", "vote"):
+        codec = codecs.get(f"{name}:ratio=0.05")
+    world = World(codec, 2)
+    grads = [normal(1600, 1), normal(1600, 2)]
+    true = (grads[0] + grads[1]) / 2
+    steps = 400
+    arrived = sum(world.average(grads, 40)[0].double() for _ in range(steps)) / steps
+    near = 0.08 if codec.biased else 0.15  # of the stochastic ones it is the noise that is left
+    assert float((arrived - true).norm() / true.norm()) < near
 
 
 # ---------------------------------------------------------------- which dtypes
 
 
-def chunk_of(dtype: str, *, sparse: bool = False) -> codecs.base.Chunk:
-    layout = Layout((BucketSpec((ParamSpec("p", 9),), dtype, sparse),))
-    return cut(layout, 10**6, 0)[0]
-
-
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("dtype", ["int64", "int8", "float16", "bfloat16", "complex64"])
-def test_what_gains_nothing_travels_as_it_is(name: str, dtype: str) -> None:
+def test_what_gains_nothing_from_a_cast_travels_as_it_is(name: str, dtype: str) -> None:
     assert not codecs.get(name).supports(getattr(torch, dtype))
-    assert codecs.for_dtype(name, chunk_of(dtype)) == "none"
 
 
-@pytest.mark.parametrize("name", codecs.names())
-def test_wide_floats_are_encoded_but_not_when_sparse(name: str) -> None:
-    for dtype in ("float32", "float64"):
-        assert codecs.for_dtype(name, chunk_of(dtype)) == name
-        assert codecs.for_dtype(name, chunk_of(dtype, sparse=True)) == "none"
-
-
-@pytest.mark.parametrize("dtype", ["int64", "float16", "complex64", "float32"])
-def test_none_takes_everything(dtype: str) -> None:
-    assert codecs.get("none").supports(getattr(torch, dtype))
-    assert codecs.for_dtype("none", chunk_of(dtype)) == "none"
-
-
-# ---------------------------------------------------------------- error feedback
-
-
-def whole(numel: int, name: str = "w") -> tuple[Layout, list]:
-    layout = Layout((BucketSpec((ParamSpec(name, numel),), "float32"),))
-    (chunk,) = cut(layout, 4 * numel, 0)
-    return layout, list(layout.spans(chunk))
-
-
-def kept(name: str, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(decoded, error) of one encoding of the whole parameter ``w``."""
-    codec, feedback = codecs.get(name), ErrorFeedback()
-    _, spans = whole(grad.numel())
-    wire = encoded(codec, grad)
-    feedback.keep(spans, grad, codec, wire)
-    assert list(feedback.errors) == ["w"]
-    return decoded(codec, wire, grad.dtype), feedback.errors["w"]
-
-
-@pytest.mark.parametrize("name", CASTS)
-@given(data=st.data())
-@settings(deadline=None)
-def test_what_was_sent_and_what_was_kept_are_the_gradient(name: str, data: st.DataObject) -> None:
-    """Bit for bit: the difference of a float32 and its rounding is a float32."""
-    x = data.draw(finite32(LARGEST[name]))
-    grad = torch.from_numpy(x.copy())
-    sent, error = kept(name, grad)
-    assert np.array_equal(grad.numpy(), x)  # left as it was
-    assert torch.equal(sent + error, grad)
-    assert torch.equal(sent.double() + error.double(), grad.double())
-
-
-@pytest.mark.parametrize("name", CASTS)
-@given(x=arrays32)
-@example(x=np.array([np.nan, np.inf, -np.inf, 1.001], np.float32))
-@settings(deadline=None)
-def test_errors_are_finite_whatever_the_gradient(name: str, x: np.ndarray) -> None:
-    grad = torch.from_numpy(x)
-    sent, error = kept(name, grad)
-    assert bool(error.isfinite().all())
-    assert not error[~grad.isfinite()].any()
-    assert not error[~sent.isfinite()].any()
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_errors_are_added_to_the_next_gradient(name: str) -> None:
-    codec, feedback = codecs.get(name), ErrorFeedback()
-    _, spans = whole(100)
-    grad = torch.randn(100)
-    feedback.add(spans, grad)  # nothing stored yet
-    first = grad.clone()
-    feedback.keep(spans, grad, codec, encoded(codec, grad))
-    lost = first - decoded(codec, encoded(codec, first), torch.float32)
-    assert lost.any()
-    following = torch.zeros(100)
-    feedback.add(spans, following)
-    assert torch.equal(following, lost)
-
-
-@given(
-    st.lists(st.integers(0, 120), min_size=1, max_size=5),
-    st.integers(4, 600),
-    st.integers(4, 600),
-    st.randoms(use_true_random=False),
-)
-@settings(deadline=None)
-def test_errors_survive_another_cut(
-    numels: list[int], first_bytes: int, second_bytes: int, random: object
-) -> None:
-    """Stored under one chunk size, added under another, with the parameters in other buckets."""
-    codec, feedback = codecs.get("bf16"), ErrorFeedback()
-    params = tuple(ParamSpec(f"p{at}", numel) for at, numel in enumerate(numels))
-    generator = torch.Generator().manual_seed(0)
-    gradients = {p.name: torch.randn(p.numel, generator=generator) for p in params}
-
-    def chunks(layout: Layout, nbytes: int, fusion: int) -> Iterator[tuple[list, torch.Tensor]]:
-        for chunk in cut(layout, nbytes, fusion):
-            flat = [torch.cat([gradients[p.name] for p in b.params]) for b in layout.buckets]
-            pieces = [flat[p.bucket][p.start : p.start + p.numel] for p in chunk.pieces]
-            yield list(layout.spans(chunk)), torch.cat(pieces)
-
-    one_bucket = Layout((BucketSpec(params, "float32"),))
-    for spans, grad in chunks(one_bucket, first_bytes, 0):
-        feedback.keep(spans, grad, codec, encoded(codec, grad))
-    errors = {name: error.clone() for name, error in feedback.errors.items()}
-
-    shuffled = list(params)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    many_buckets = Layout(tuple(BucketSpec((param,), "float32") for param in shuffled))
-    gradients = {name: torch.zeros_like(grad) for name, grad in gradients.items()}
-    added: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name in gradients}
-    for spans, grad in chunks(many_buckets, second_bytes, 200):
-        feedback.add(spans, grad)
-        for span in spans:
-            row = (span.param_start, grad[span.start : span.start + span.numel])
-            added[span.param].append(row)
-    for name, rows in added.items():
-        parts = [part for _, part in sorted(rows, key=lambda row: row[0])]
-        assert torch.equal(torch.cat([torch.zeros(0), *parts]), errors.get(name, torch.zeros(0)))
-
-
-@pytest.mark.parametrize("other", [torch.zeros(12), torch.zeros(10, dtype=torch.float64)])
-def test_errors_of_a_parameter_that_changed_are_forgotten(other: torch.Tensor) -> None:
-    codec, feedback = codecs.get("bf16"), ErrorFeedback()
-    _, spans = whole(10)
-    grad = torch.randn(10)
-    feedback.keep(spans, grad, codec, encoded(codec, grad))
-    assert feedback.errors["w"].any()
-    following = torch.zeros_like(other)
-    feedback.add(whole(other.numel())[1], following)
-    assert not following.any()
+@pytest.mark.parametrize("name", [name for name in LOSSY if name not in CASTS])
+def test_floats_of_any_width_gain_from_the_others(name: str) -> None:
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        assert codecs.get(name).supports(getattr(torch, dtype))
+    for dtype in ("int64", "complex64", "bool"):
+        assert not codecs.get(name).supports(getattr(torch, dtype))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,14 +18,33 @@ from commsched.plan import Plan
 from commsched.policies import get
 from commsched.profile import Profile
 from commsched.settings import MB, Settings
+from tests.mixed import registered
 
 CHUNK_BYTES, FUSION_BYTES = 256, 128  # of float32: cut above 64 elements, fused below 32
 SETTINGS = Settings(chunk_mb=CHUNK_BYTES / MB, fusion_mb=FUSION_BYTES / MB)
 CUT, FUSED = 150, 10  # a bucket of three chunks, one of less than a chunk
 
 
+@pytest.fixture(scope="module", autouse=True)
+def made_up_codecs() -> Iterator[None]:
+    with registered():
+        yield
+
+
+PlanOf = Callable[[Layout], Plan]
+
+
 def plan_of(layout: Layout) -> Plan:
     return get("fifo")(Profile.unmeasured(layout, 2), SETTINGS)
+
+
+def in_two(layout: Layout) -> Plan:
+    """A codec that takes two tasks a chunk, except for buckets of one element: those are exact."""
+    chosen = replace(SETTINGS, codec="coarse", codec_min_numel=2)
+    return get("fifo")(Profile.unmeasured(layout, 2), chosen)
+
+
+PLANS: dict[str, PlanOf] = {"one task": plan_of, "two tasks": in_two}
 
 
 def spec(key: int, numel: int) -> BucketSpec:
@@ -35,21 +55,22 @@ def job(key: int, numel: int) -> Job:
     return Job(key, spec(key, numel), torch.full((numel,), float(key)), Progress())
 
 
-def known(*numels: int) -> KnownPlan:
+def known(*numels: int, by: PlanOf = plan_of) -> KnownPlan:
     """A plan for buckets of these sizes, whose keys are their places."""
     layout = Layout(tuple(spec(key, numel) for key, numel in enumerate(numels)))
-    return KnownPlan(plan_of(layout), {key: key for key in range(len(numels))})
+    return KnownPlan(by(layout), {key: key for key in range(len(numels))})
 
 
-def begin(*numels: int) -> Iteration:
-    return Iteration(plan_of, known(*numels))
+def begin(*numels: int, by: PlanOf = plan_of) -> Iteration:
+    return Iteration(by, known(*numels, by=by))
 
 
 def take(iteration: Iteration) -> list[Run]:
-    """Issue everything that is ready, as the engine does."""
+    """Issue everything that is ready, as the engine does on a link that takes no time."""
     runs = []
     while (run := iteration.head()) is not None:
         assert iteration.order.popleft() is run
+        run.done = True
         runs.append(run)
     return runs
 
@@ -121,6 +142,94 @@ def test_an_empty_bucket_has_no_tasks() -> None:
         assert iteration.head() is None
         iteration.add(job(1, CUT))
         assert carried(take(iteration)) == [(1, 0, 64), (1, 64, 64), (1, 128, 22)]
+
+
+# ---------------------------------------------------------------- two tasks a chunk
+
+
+def issue(iteration: Iteration) -> list[Run]:
+    """Put everything that is ready on the wire, from which nothing has come back yet."""
+    runs = []
+    while iteration.head() is not None:
+        runs.append(iteration.order.popleft())
+    return runs
+
+
+def test_a_second_task_waits_for_the_first_one_to_be_done() -> None:
+    iteration = begin(FUSED, CUT, by=in_two)
+    iteration.add(job(0, FUSED))
+    (first,) = issue(iteration)
+    assert (first.task.round, first.after) == (0, None)
+    assert iteration.head() is None
+    iteration.add(job(1, CUT))
+    assert iteration.head() is None  # it blocks what is behind it, on every rank alike
+    first.done = True
+    second, *others = issue(iteration)
+    assert (second.task.round, second.after) == (1, first)
+    assert [run.task.round for run in others] == [0, 0, 0]
+
+
+def test_all_tasks_of_a_chunk_carry_the_same() -> None:
+    iteration = begin(CUT, FUSED, FUSED, by=in_two)
+    items = [job(0, CUT), job(1, FUSED), job(2, FUSED)]
+    for item in items:
+        iteration.add(item)
+    assert [item.tasks_left for item in items] == [6, 2, 2]
+    runs = take(iteration)
+    for run in runs:
+        if run.after is not None:
+            assert run.after.task.chunk == run.task.chunk
+            assert run.after.jobs == run.jobs
+            assert run.after.chunk == run.chunk
+    assert sum(run.after is not None for run in runs) == len(runs) / 2
+
+
+def test_a_gradient_is_whole_after_the_last_task_only() -> None:
+    iteration = begin(FUSED, by=in_two)
+    item = job(0, FUSED)
+    iteration.add(item)
+    for left in (2, 1, 0):
+        assert item.tasks_left == left
+        assert item.has(0) == (left == 0)
+        assert item.complete() == (left == 0)
+        if left:
+            run = iteration.order.popleft()
+            item.task_done(run.covers[0])
+
+
+@pytest.mark.parametrize("came", [[0], [1], [2], [0, 2], [1, 2]])
+def test_both_tasks_go_without_the_bucket_that_does_not_come(came: list[int]) -> None:
+    iteration = begin(FUSED, FUSED, FUSED, by=in_two)
+    for key in came:
+        iteration.add(job(key, FUSED))
+    iteration.end()
+    assert keys(take(iteration)) == [came, came]
+    assert not iteration.order
+
+
+def test_both_tasks_of_a_bucket_that_does_not_come_are_dropped() -> None:
+    iteration = begin(FUSED, CUT, FUSED, by=in_two)
+    iteration.add(job(2, FUSED))
+    assert keys(take(iteration)) == [[2], [2]]
+    iteration.end()
+    assert not iteration.order
+
+
+def test_an_unknown_bucket_takes_two_tasks_too_and_is_compared_once() -> None:
+    iteration = begin(FUSED, by=in_two)
+    iteration.add(job(7, CUT))
+    runs = take(iteration)
+    assert keys(runs) == [[7]] * 6
+    assert [run.unknown for run in runs] == [True] + [False] * 5
+    assert sorted(run.task.round for run in runs) == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_run_knows_its_step() -> None:
+    iteration = Iteration(in_two, known(FUSED, by=in_two), 17)
+    iteration.add(job(0, FUSED))
+    iteration.add(job(1, FUSED))
+    assert [run.step for run in take(iteration)] == [17] * 4
+    assert iteration.step == 17
 
 
 # ---------------------------------------------------------------- buckets that do not come
@@ -366,10 +475,12 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], int]:
 
 
 def replay(
-    history: tuple[list[int], list[tuple[int, int]], int], takes: Iterable[bool]
+    history: tuple[list[int], list[tuple[int, int]], int],
+    takes: Iterable[bool],
+    by: PlanOf = plan_of,
 ) -> tuple[list[Run], list[Job], Iteration]:
     planned, comes, end_after = history
-    iteration = begin(*planned) if planned else Iteration(plan_of, None)
+    iteration = begin(*planned, by=by) if planned else Iteration(by, None)
     turns = iter(takes)
     runs, jobs = [], []
     for at in range(len(comes) + 1):
@@ -384,44 +495,65 @@ def replay(
     return runs + take(iteration), jobs, iteration
 
 
-@given(histories(), st.lists(st.booleans(), max_size=9))
+@pytest.mark.parametrize("by", PLANS)
+@given(history=histories(), takes=st.lists(st.booleans(), max_size=9))
 @settings(deadline=None)
 def test_whatever_came_is_sent_once(
-    history: tuple[list[int], list[tuple[int, int]], int], takes: list[bool]
+    by: str, history: tuple[list[int], list[tuple[int, int]], int], takes: list[bool]
 ) -> None:
-    runs, jobs, iteration = replay(history, takes)
+    """In each round of its codec."""
+    runs, jobs, iteration = replay(history, takes, PLANS[by])
     assert not iteration.order
-    sent: dict[int, list[tuple[int, int]]] = {item.key: [] for item in jobs}
-    for key, start, numel in carried(runs):
-        sent[key].append((start, numel))
-    for item in jobs:
-        end = 0
-        for start, numel in sent[item.key]:
-            assert start == end
-            end += numel
-        assert end == item.spec.numel
-        assert item.tasks_left == len(sent[item.key])
+    left = dict.fromkeys((item.key for item in jobs), 0)
+    last = {(run.plan.digest, run.task.chunk): run.task.round for run in runs}
+    for wanted in (0, 1):  # where there is one round, it is both the first and the last one
+        sent: dict[int, list[tuple[int, int]]] = {item.key: [] for item in jobs}
+        in_round = [
+            run
+            for run in runs
+            if run.task.round == min(wanted, last[run.plan.digest, run.task.chunk])
+        ]
+        for key, start, numel in carried(in_round):
+            sent[key].append((start, numel))
+        for item in jobs:
+            end = 0
+            for start, numel in sent[item.key]:
+                assert start == end
+                end += numel
+            assert end == item.spec.numel
+    for key, _, _ in carried(runs):
+        left[key] += 1
+    assert all(item.tasks_left == left[item.key] for item in jobs)
 
 
-@given(histories(), st.lists(st.booleans(), max_size=9), st.lists(st.booleans(), max_size=9))
+@pytest.mark.parametrize("by", PLANS)
+@given(
+    history=histories(),
+    ours=st.lists(st.booleans(), max_size=9),
+    theirs=st.lists(st.booleans(), max_size=9),
+)
 @settings(deadline=None)
 def test_the_order_does_not_depend_on_when_tasks_are_issued(
-    history: tuple[list[int], list[tuple[int, int]], int], ours: list[bool], theirs: list[bool]
+    by: str,
+    history: tuple[list[int], list[tuple[int, int]], int],
+    ours: list[bool],
+    theirs: list[bool],
 ) -> None:
     """Ranks see the same buckets but issue at other moments: what they issue must be the same."""
-    left, right = replay(history, ours)[0], replay(history, theirs)[0]
+    left, right = replay(history, ours, PLANS[by])[0], replay(history, theirs, PLANS[by])[0]
     assert carried(left) == carried(right)
     assert [(r.plan.digest, r.task.index) for r in left] == [
         (r.plan.digest, r.task.index) for r in right
     ]
 
 
-@given(histories())
+@pytest.mark.parametrize("by", PLANS)
+@given(history=histories())
 @settings(deadline=None)
 def test_a_new_layout_is_asked_for_exactly_when_something_unplanned_came(
-    history: tuple[list[int], list[tuple[int, int]], int],
+    by: str, history: tuple[list[int], list[tuple[int, int]], int]
 ) -> None:
-    runs, jobs, iteration = replay(history, [])
+    runs, jobs, iteration = replay(history, [], PLANS[by])
     planned = iteration.next_plan()
     unplanned = [run for run in runs if planned is None or run.plan is not planned.plan]
     layout = iteration.new_layout()
@@ -431,19 +563,20 @@ def test_a_new_layout_is_asked_for_exactly_when_something_unplanned_came(
         assert any(item.spec.numel == 0 for item in jobs)
 
 
-@given(histories())
+@pytest.mark.parametrize("by", PLANS)
+@given(history=histories())
 @settings(deadline=None)
 def test_the_iteration_after_a_new_plan_follows_it(
-    history: tuple[list[int], list[tuple[int, int]], int],
+    by: str, history: tuple[list[int], list[tuple[int, int]], int]
 ) -> None:
     _, comes, _ = history
-    _, _, iteration = replay(history, [])
+    _, _, iteration = replay(history, [], PLANS[by])
     layout = iteration.new_layout()
     if layout is None:
         return
-    plan = plan_of(layout)
+    plan = PLANS[by](layout)
     iteration.adopt(plan)
-    second = Iteration(plan_of, iteration.next_plan())
+    second = Iteration(PLANS[by], iteration.next_plan())
     for key, numel in comes:
         second.add(job(key, numel))
     assert [run.task for run in take(second)] == list(plan.tasks)

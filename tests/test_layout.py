@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -16,12 +17,15 @@ from commsched.layout import (
     ALIGN_BYTES,
     BucketSpec,
     Chunk,
+    Kind,
+    KindOf,
     Layout,
     ParamSpec,
     Piece,
     cut,
     first_names,
 )
+from tests.mixed import shaped
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "complex64")
 COMMON = st.just("float32") | st.sampled_from(DTYPES)  # often alike, so that some are fused
@@ -59,6 +63,24 @@ def pieces_of(chunks: tuple[Chunk, ...], index: int) -> list[Piece]:
 
 
 any_cut = given(layouts(), BYTES, BYTES | st.just(0))
+KINDS = (Kind("none"), Kind("a"), Kind("b"), Kind("whole", True), Kind("other", True))
+
+
+@st.composite
+def kinds(draw: st.DrawFn) -> KindOf:
+    """Any assignment of kinds to parameters; every parameter has its own, by name."""
+    few = draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=4, unique=True))
+    table = draw(st.lists(st.sampled_from(few), min_size=7, max_size=7))
+    return lambda _bucket, param: table[sum(param.name.encode()) % len(table)]
+
+
+FUSING = st.sampled_from([300, 1000, 4096, 10**6])
+
+
+def mixed_cut(test: Callable[..., None]) -> Callable[..., None]:
+    """For any layout whose parameters are of several kinds."""
+    fine = given(shaped() | layouts(), BYTES | FUSING, BYTES | FUSING | st.just(0), kinds())
+    return settings(max_examples=200)(fine(test))
 
 
 # ---------------------------------------------------------------- every element, once, in order
@@ -221,6 +243,180 @@ def test_cutting_is_pure(layout: Layout, chunk: int, fusion: int) -> None:
     assert Layout(layout.buckets).digest == before
 
 
+# ---------------------------------------------------------------- several kinds
+
+
+def carried(layout: Layout, chunks: tuple[Chunk, ...]) -> list[torch.Tensor]:
+    """How often each element is in a chunk."""
+    counts = [torch.zeros(spec.numel, dtype=torch.int) for spec in layout.buckets]
+    for chunk in chunks:
+        for piece in chunk.pieces:
+            assert piece.numel > 0
+            counts[piece.bucket][piece.start : piece.start + piece.numel] += 1
+    return counts
+
+
+def kinds_in(layout: Layout, chunk: Chunk, kind_of: KindOf) -> set[Kind]:
+    found = set()
+    for piece in chunk.pieces:
+        bucket, stop = layout.buckets[piece.bucket], 0
+        for param in bucket.params:
+            start, stop = stop, stop + param.numel
+            if max(start, piece.start) < min(stop, piece.start + piece.numel):
+                found.add(kind_of(bucket, param))
+    return found
+
+
+def last_bucket(chunk: Chunk) -> int:
+    return max(piece.bucket for piece in chunk.pieces)
+
+
+@mixed_cut
+def test_every_element_is_in_exactly_one_chunk_of_any_kind(
+    layout: Layout, chunk: int, fusion: int, kind_of: KindOf
+) -> None:
+    chunks = cut(layout, chunk, fusion, kind_of)
+    assert all(bool((count == 1).all()) for count in carried(layout, chunks))
+    assert sum(c.nbytes for c in chunks) == layout.nbytes
+    for item in chunks:
+        dtypes = {layout.buckets[piece.bucket].dtype for piece in item.pieces}
+        assert dtypes == {item.dtype}
+        assert len({(piece.bucket, piece.start) for piece in item.pieces}) == len(item.pieces)
+
+
+@mixed_cut
+def test_a_chunk_is_of_one_kind(layout: Layout, chunk: int, fusion: int, kind_of: KindOf) -> None:
+    for item in cut(layout, chunk, fusion, kind_of):
+        assert item.sparse or len(kinds_in(layout, item, kind_of)) == 1
+
+
+@mixed_cut
+def test_chunks_come_in_the_order_of_their_last_buckets(
+    layout: Layout, chunk: int, fusion: int, kind_of: KindOf
+) -> None:
+    """What a policy waits for is ready in that order."""
+    events = [last_bucket(item) for item in cut(layout, chunk, fusion, kind_of)]
+    assert events == sorted(events)
+
+
+def test_a_kind_that_comes_no_more_does_not_hold_back_the_order() -> None:
+    """A bias in the first bucket only: its chunk is ready before that of both weights."""
+    weight = ParamSpec("weight", 12, (3, 4))
+    layout = Layout(
+        (
+            BucketSpec((weight, ParamSpec("bias", 3, (3,))), "float32"),
+            BucketSpec((dataclasses.replace(weight, name="next"),), "float32"),
+        )
+    )
+    kind_of: KindOf = lambda _, param: Kind("a" if len(param.shape) > 1 else "none")  # noqa: E731
+    chunks = cut(layout, 10**6, 10**5, kind_of)
+    assert [[piece.bucket for piece in chunk.pieces] for chunk in chunks] == [[0], [0, 1]]
+
+
+@mixed_cut
+def test_pieces_of_a_chunk_are_in_bucket_order(
+    layout: Layout, chunk: int, fusion: int, kind_of: KindOf
+) -> None:
+    for item in cut(layout, chunk, fusion, kind_of):
+        places = [(piece.bucket, piece.start) for piece in item.pieces]
+        assert places == sorted(places)
+
+
+@mixed_cut
+def test_whole_parameters_are_never_split_and_matrices_have_rows(
+    layout: Layout, chunk: int, fusion: int, kind_of: KindOf
+) -> None:
+    for item in cut(layout, chunk, fusion, kind_of):
+        whole = not item.sparse and next(iter(kinds_in(layout, item, kind_of))).whole_params
+        for piece in item.pieces:
+            spans = list(layout.spans(Chunk((piece,), item.dtype, item.sparse)))
+            if not whole:
+                assert piece.rows == 0
+                continue
+            (span,) = spans
+            assert (span.param_start, span.numel) == (0, span.param_numel)
+            params = layout.buckets[piece.bucket].params
+            shape = next(param.shape for param in params if param.name == span.param)
+            assert piece.rows == (shape[0] if len(shape) > 1 else 0)
+            assert not piece.rows or piece.numel % piece.rows == 0
+
+
+@mixed_cut
+def test_no_chunk_of_any_kind_is_too_large(
+    layout: Layout, chunk: int, fusion: int, kind_of: KindOf
+) -> None:
+    for item in cut(layout, chunk, fusion, kind_of):
+        alone = len(item.pieces) == 1 and (item.sparse or item.numel == 1)
+        one_whole = len(item.pieces) == 1 and len(list(layout.spans(item))) == 1
+        whole = not item.sparse and next(iter(kinds_in(layout, item, kind_of))).whole_params
+        assert item.nbytes <= chunk or alone or (whole and one_whole)
+
+
+@mixed_cut
+def test_one_kind_of_a_bucket_is_cut_into_equal_chunks(
+    layout: Layout, chunk: int, fusion: int, kind_of: KindOf
+) -> None:
+    """In as few as can be; whatever lies between them."""
+    for index, spec in enumerate(layout.buckets):
+        if spec.sparse or 0 < spec.nbytes < min(fusion, chunk):
+            continue
+        of_kind: dict[Kind, list[int]] = {}
+        for item in cut(layout, chunk, fusion, kind_of):
+            if item.pieces[0].bucket == index:
+                (kind,) = kinds_in(layout, item, kind_of)
+                of_kind.setdefault(kind, []).append(item.numel)
+        for kind, sizes in of_kind.items():
+            if kind.whole_params:
+                limit = max(1, chunk // spec.itemsize)
+                assert all(a + b > limit for a, b in pairwise(sizes))
+                continue
+            align = max(1, ALIGN_BYTES // spec.itemsize)
+            limit = max(1, chunk // spec.itemsize)
+            most = limit - limit % align if limit >= align else limit
+            assert -(-sum(sizes) // limit) <= len(sizes) <= -(-sum(sizes) // most)
+            assert len(set(sizes[:-1])) <= 1
+            assert sizes[-1] <= sizes[0]
+
+
+@mixed_cut
+def test_a_fused_chunk_of_any_kind_is_closed_once_it_is_large_enough(
+    layout: Layout, chunk: int, fusion: int, kind_of: KindOf
+) -> None:
+    for item in cut(layout, chunk, fusion, kind_of):
+        buckets = [piece.bucket for piece in item.pieces]
+        if buckets[0] == buckets[-1]:
+            continue
+        before = [piece for piece in item.pieces if piece.bucket != buckets[-1]]
+        itemsize = layout.buckets[buckets[0]].itemsize
+        assert sum(piece.numel for piece in before) * itemsize < fusion
+        assert all(0 < layout.buckets[index].nbytes < fusion for index in buckets)
+        dense = range(buckets[0], buckets[-1] + 1)
+        assert not any(layout.buckets[index].sparse for index in dense)
+        assert {layout.buckets[i].dtype for i in dense if layout.buckets[i].numel} == {item.dtype}
+
+
+def test_kinds_of_neighbouring_buckets_travel_side_by_side() -> None:
+    """Weights with weights, biases with biases: two chunks, not eight."""
+    layers = [
+        BucketSpec(
+            (ParamSpec(f"{i}.weight", 12, (3, 4)), ParamSpec(f"{i}.bias", 3, (3,))), "float32"
+        )
+        for i in range(4)
+    ]
+    kind_of: KindOf = lambda _, param: Kind("a" if len(param.shape) > 1 else "none")  # noqa: E731
+    chunks = cut(Layout(tuple(layers)), 10**6, 10**5, kind_of)
+    assert [[(p.bucket, p.start, p.numel) for p in c.pieces] for c in chunks] == [
+        [(i, 0, 12) for i in range(4)],
+        [(i, 12, 3) for i in range(4)],
+    ]
+
+
+def test_with_one_kind_for_all_the_cut_is_the_plain_one() -> None:
+    layout = Layout((bucket(10), bucket(500), bucket(7), bucket(9, "float64")))
+    for chunk, fusion in ((64, 0), (256, 100), (10**6, 10**5)):
+        assert cut(layout, chunk, fusion, lambda *_: Kind("x")) == cut(layout, chunk, fusion)
+
+
 # ---------------------------------------------------------------- spans
 
 
@@ -278,6 +474,8 @@ BASE = Layout(
         Layout((BucketSpec((ParamSpec("b", 5), ParamSpec("a", 3)), "float32"), BASE.buckets[1])),
         Layout((BASE.buckets[0], dataclasses.replace(BASE.buckets[1], dtype="float64"))),
         Layout((BASE.buckets[0], dataclasses.replace(BASE.buckets[1], sparse=True))),
+        Layout((BASE.buckets[0], BucketSpec((ParamSpec("c", 7, (7,)),), "float32"))),
+        Layout((BASE.buckets[0], BucketSpec((ParamSpec("c", 7, (7, 1)),), "float32"))),
     ],
 )
 def test_the_digest_differs_when_anything_does(other: Layout) -> None:
@@ -285,14 +483,14 @@ def test_the_digest_differs_when_anything_does(other: Layout) -> None:
     assert other != BASE
 
 
-@given(layouts(), layouts())
+@given(layouts() | shaped(), layouts() | shaped())
 @settings(deadline=None)
 def test_digests_are_equal_exactly_for_equal_layouts(left: Layout, right: Layout) -> None:
     assert (left.digest == right.digest) == (left == right)
     assert Layout(left.buckets).digest == left.digest
 
 
-@given(layouts())
+@given(layouts() | shaped())
 @settings(deadline=None)
 def test_json_and_pickle_both_ways(layout: Layout) -> None:
     for copy in (

@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commsched
+from commsched import codecs
 from commsched.jobs import Job
 from tests.distributed import ranks, run_on_ranks
 from tests.parity import SMALL, mlp, mlp_loss
+
+AT_ONCE = {"codec_start_step": 0, "codec_min_numel": 64}
+TWO_TASKS = [name for name in ("sign", "powersgd") if name in codecs.names()]
 
 
 def threads() -> list[str]:
@@ -87,10 +92,11 @@ def test_copies_are_fresh(rank: int) -> None:
     assert threads() == []
 
 
+@pytest.mark.parametrize("codec", ["none", *TWO_TASKS])
 @ranks(2)
-def test_dropping_the_model_ends_the_thread(rank: int) -> None:
+def test_dropping_the_model_ends_the_thread(rank: int, codec: str) -> None:
     model = DDP(mlp())
-    model.register_comm_hook(commsched.State(**SMALL), commsched.hook)
+    model.register_comm_hook(commsched.State(codec=codec, **AT_ONCE, **SMALL), commsched.hook)
     mlp_loss(model, 0, rank).backward()
     assert sorted(threads()) == ["commsched-engine", "commsched-waiter"]
     del model
@@ -102,12 +108,13 @@ def jobs_alive() -> set[Job]:
     return {o for o in gc.get_objects() if type(o) is Job}
 
 
+@pytest.mark.parametrize("codec", ["none", "fp16", *TWO_TASKS])
 @ranks(2)
-def test_nothing_keeps_gradients_after_backward(rank: int) -> None:
+def test_nothing_keeps_gradients_after_backward(rank: int, codec: str) -> None:
     # DDP replaces its buckets after the first step: whoever kept the old ones doubled the memory.
     others = jobs_alive()  # of failed States of earlier tests, kept by their tracebacks
     model = DDP(mlp(), bucket_cap_mb=0.01)
-    state = commsched.attach(model, **SMALL)
+    state = commsched.attach(model, codec=codec, **AT_ONCE, **SMALL)
     for step in range(3):
         mlp_loss(model, step, rank).backward()
         # The engine's thread may still hold the last one for a moment.
@@ -128,9 +135,10 @@ def test_many_states_one_after_another(rank: int) -> None:
     assert threads() == []
 
 
-def just_leave(rank: int, world_size: int, destroy: bool) -> None:
+def just_leave(rank: int, world_size: int, destroy: bool, codec: str) -> None:
     model = DDP(mlp(), bucket_cap_mb=0.01)
-    model.register_comm_hook(commsched.State(**SMALL), commsched.hook)
+    state = commsched.State(codec=codec, **AT_ONCE, **SMALL)
+    model.register_comm_hook(state, commsched.hook)
     for step in range(3):
         mlp_loss(model, step, rank).backward()
     globals()["kept"] = model  # alive until the interpreter goes
@@ -138,9 +146,11 @@ def just_leave(rank: int, world_size: int, destroy: bool) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("destroy", [True, False])
-def test_exit_without_close(destroy: bool) -> None:
-    for verdict in run_on_ranks(just_leave, destroy, fresh=True, timeout_s=30, check_threads=False):
+@pytest.mark.parametrize(("destroy", "codec"), [(True, "none"), (False, "none"), (True, "sign")])
+def test_exit_without_close(destroy: bool, codec: str) -> None:
+    for verdict in run_on_ranks(
+        just_leave, destroy, codec, fresh=True, timeout_s=30, check_threads=False
+    ):
         assert verdict.status == "ok", str(verdict) + verdict.stderr
         assert "Error" not in verdict.stderr, verdict.stderr
 
@@ -163,6 +173,41 @@ def test_report_measures_the_wait(rank: int) -> None:
     assert report.wire_bytes_per_step == pytest.approx(sent)
     assert report.plan is not None
     state.synchronize()
+    state.close()
+
+
+@pytest.mark.parametrize(("codec", "share"), [("none", 1.0), ("fp16", 0.5), ("bf16", 0.5)])
+@ranks(2)
+def test_the_report_counts_what_is_sent(rank: int, codec: str, share: float) -> None:
+    model = DDP(mlp(), bucket_cap_mb=0.01)
+    state = commsched.attach(model, codec=codec, **SMALL)
+    for step in range(3):
+        mlp_loss(model, step, rank).backward()
+        state.synchronize()
+    numel = sum(p.numel() for p in model.parameters())
+    assert state.report().wire_bytes_per_step == pytest.approx(4 * numel * share)
+    assert state.report().codec == codec
+    state.close()
+
+
+@ranks(2)
+def test_the_report_counts_codecs_from_the_step_in_which_they_begin(rank: int) -> None:
+    """Weights are a bit each, and a number for every block; biases travel as they are."""
+    model = DDP(mlp(), bucket_cap_mb=0.01)
+    state = commsched.attach(model, codec="sign", **{**AT_ONCE, "codec_start_step": 2}, **SMALL)
+    sent = []
+    for step in range(5):
+        mlp_loss(model, step, rank).backward()
+        state.synchronize()
+        report = state.report()
+        sent.append(report.wire_bytes_per_step * (step + 1))
+        assert report.codec == ("sign" if step >= 2 else "none")
+    steps = [sent[0], *(b - a for a, b in pairwise(sent))]
+    exact = [4 * p.numel() for p in model.parameters()]
+    biases = [4 * p.numel() for p in model.parameters() if p.dim() == 1]
+    assert steps[:2] == [sum(exact)] * 2
+    for now in steps[2:]:
+        assert sum(biases) < now < sum(biases) + (sum(exact) - sum(biases)) / 8
     state.close()
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
+import os
+import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -113,6 +117,44 @@ def test_the_core_depends_on_nothing_of_cuda(project: dict[str, Any]) -> None:
     assert "nvidia" not in needed
 
 
+def imported() -> set[str]:
+    """The top-level names that the package's modules import, wherever in them."""
+    found: set[str] = set()
+    for path in package_dirs().values():
+        for file in path.glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                    found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_what_is_imported_is_a_dependency(project: dict[str, Any]) -> None:
+    needed = {re.split(r"[<>=~! ;\[]", line)[0] for line in project["project"]["dependencies"]}
+    ours = imported() - set(sys.stdlib_module_names) - {"commsched"}
+    assert ours <= needed, "missing in pyproject.toml"
+    assert needed <= ours | {"numba"}, "not needed"  # numba: imported by name
+
+
+LAZY = """
+import sys
+import commsched, commsched.cli
+assert "numba" not in sys.modules, "by import"
+commsched.State()
+commsched.State(codec="fp16")
+assert "numba" not in sys.modules, "by State"
+"""
+
+
+def test_numba_is_not_imported_where_no_codec_wants_it() -> None:
+    """It takes most of a second."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("COMMSCHED_")}
+    command = [sys.executable, "-c", LAZY]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # ---------------------------------------------------------------- cuda/ and hooks/
 
 
@@ -154,9 +196,8 @@ def test_nothing_imports_hooks_as_a_top_level_module() -> None:
 
 
 def test_the_public_names() -> None:
-    assert {"State", "hook", "attach", "CommSchedError", "SettingsError", "__version__"} <= set(
-        commsched.__all__
-    )
+    names = {"State", "Stateful", "hook", "attach", "CommSchedError", "SettingsError"}
+    assert names | {"__version__"} <= set(commsched.__all__)
     for name in commsched.__all__:
         assert getattr(commsched, name) is not None
 

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commsched import codecs, policies
+from commsched.codecs import ByteCodec, Summed
 from commsched.errors import CommSchedError
 from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece, cut
 from commsched.plan import Plan, Task, agree
 from commsched.policies import fifo
 from commsched.profile import Profile
+from commsched.rules import chunks_of, codec_of, used
 from commsched.settings import MB, Settings
+from tests.mixed import mixed_settings, registered, shaped
 
 DTYPES = ("float32", "float64", "float16", "int64", "complex64")
 
@@ -60,6 +64,12 @@ def effective_settings(draw: st.DrawFn) -> Settings:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def made_up_codecs() -> Iterator[None]:
+    with registered():
+        yield
+
+
 def blank(layout: Layout) -> Profile:
     return Profile.unmeasured(layout, 2)
 
@@ -68,7 +78,9 @@ def plan_of(layout: Layout, chosen: Settings) -> Plan:
     return policies.get(chosen.policy)(blank(layout), chosen)
 
 
-any_plan = st.builds(plan_of, layouts(), effective_settings())
+any_layout = layouts() | shaped()
+any_settings = effective_settings() | mixed_settings()
+any_plan = st.builds(plan_of, any_layout, any_settings)
 LAYOUT = Layout((bucket("head", 30, 4), bucket("body", 900), bucket("table", 50, sparse=True)))
 SMALL = Settings(policy="fifo", chunk_mb=1024 / MB, fusion_mb=256 / MB, codec="bf16")
 
@@ -77,7 +89,7 @@ SMALL = Settings(policy="fifo", chunk_mb=1024 / MB, fusion_mb=256 / MB, codec="b
 
 
 @pytest.mark.parametrize("name", policies.names())
-@given(layout=layouts(), chosen=effective_settings())
+@given(layout=any_layout, chosen=any_settings)
 @settings(deadline=None)
 def test_policies_are_pure(name: str, layout: Layout, chosen: Settings) -> None:
     policy = policies.get(name)
@@ -90,36 +102,62 @@ def test_policies_are_pure(name: str, layout: Layout, chosen: Settings) -> None:
 
 
 @pytest.mark.parametrize("name", policies.names())
-@given(layout=layouts(), chosen=effective_settings())
+@given(layout=any_layout, chosen=any_settings)
 @settings(deadline=None)
 def test_plans_carry_every_element_once(name: str, layout: Layout, chosen: Settings) -> None:
     plan = policies.get(name)(blank(layout), chosen)
     counts = [torch.zeros(spec.numel, dtype=torch.int) for spec in layout.buckets]
     for task in plan.tasks:
         for piece in task.chunk.pieces:
-            counts[piece.bucket][piece.start : piece.start + piece.numel] += 1
+            if task.round == 0:
+                counts[piece.bucket][piece.start : piece.start + piece.numel] += 1
     assert all(bool((count == 1).all()) for count in counts)
     assert [task.index for task in plan.tasks] == list(range(len(plan.tasks)))
 
 
 @pytest.mark.parametrize("name", policies.names())
-@given(layout=layouts(), chosen=effective_settings())
+@given(layout=any_layout, chosen=any_settings)
+@settings(deadline=None)
+def test_a_chunks_tasks_are_its_codecs_rounds_in_their_order(
+    name: str, layout: Layout, chosen: Settings
+) -> None:
+    plan = policies.get(name)(blank(layout), chosen)
+    rounds: dict[Chunk, list[tuple[int, str]]] = {}
+    for task in plan.tasks:
+        rounds.setdefault(task.chunk, []).append((task.round, task.op))
+    for task in plan.tasks:
+        assert rounds[task.chunk] == list(enumerate(codecs.get(task.codec).ops))
+
+
+@pytest.mark.parametrize("name", policies.names())
+@given(layout=any_layout, chosen=any_settings)
 @settings(deadline=None)
 def test_only_the_codec_that_was_asked_for(name: str, layout: Layout, chosen: Settings) -> None:
+    """Exactly: `tests/test_rules.py` says which; every task of a chunk by the same one."""
     for task in policies.get(name)(blank(layout), chosen).tasks:
         dtype = getattr(torch, task.chunk.dtype)
-        supported = codecs.get(chosen.codec).supports(dtype) and not task.chunk.sparse
-        assert task.codec == (chosen.codec if supported else "none")
+        assert task.codec in {"none", *used(chosen)}
+        assert task.codec == codec_of(layout, task.chunk, chosen)
+        assert codecs.get(task.codec).supports(dtype)
+        assert task.codec == "none" or not task.chunk.sparse
+    for codec in ("fp16", "bf16"):  # for all that they support
+        for task in policies.get(name)(blank(layout), Settings(codec=codec)).tasks:
+            dtype = getattr(torch, task.chunk.dtype)
+            supported = codecs.get(codec).supports(dtype) and not task.chunk.sparse
+            assert task.codec == (codec if supported else "none")
 
 
-@given(layouts(), effective_settings())
+@given(any_layout, any_settings)
 @settings(deadline=None)
 def test_fifo_is_bucket_order(layout: Layout, chosen: Settings) -> None:
     plan = policies.get("fifo")(blank(layout), chosen)
-    chunks = tuple(task.chunk for task in plan.tasks)
-    assert chunks == cut(layout, chosen.chunk_bytes, chosen.fusion_bytes)
-    assert {task.op for task in plan.tasks} <= {"all_reduce"}
+    chunks = tuple(task.chunk for task in plan.tasks if task.round == 0)
+    size = chosen.chunk_bytes or fifo.CHUNK_BYTES
+    assert chunks == chunks_of(layout, chosen, size)
     assert plan.credit_bytes == (chosen.credit_bytes or fifo.CREDIT_BYTES)
+    exact = policies.get("fifo")(blank(layout), replace(chosen, codec="none", codec_rules=""))
+    assert tuple(task.chunk for task in exact.tasks) == cut(layout, size, chosen.fusion_bytes)
+    assert {task.op for task in exact.tasks} <= {"all_reduce"}
 
 
 def test_fifo_chooses_sizes_where_the_user_does_not() -> None:
@@ -190,6 +228,11 @@ PLAN = Plan("fifo", LAYOUT, (Task(0, "all_reduce", CHUNK, "none"),), 1000)
         dataclasses.replace(PLAN, tasks=(*PLAN.tasks, Task(1, "all_reduce", CHUNK, "none"))),
         dataclasses.replace(PLAN, tasks=(Task(1, "all_reduce", CHUNK, "none"),)),
         dataclasses.replace(PLAN, tasks=(Task(0, "all_gather", CHUNK, "none"),)),
+        dataclasses.replace(PLAN, tasks=(Task(0, "all_reduce", CHUNK, "none", 1),)),
+        dataclasses.replace(
+            PLAN,
+            tasks=(Task(0, "all_reduce", Chunk((Piece(0, 0, 34, 2),), "float32"), "none"),),
+        ),
         dataclasses.replace(PLAN, tasks=(Task(0, "all_reduce", CHUNK, "bf16"),)),
         dataclasses.replace(
             PLAN, tasks=(Task(0, "all_reduce", Chunk((Piece(0, 1, 33),), "float32"), "none"),)
@@ -222,11 +265,52 @@ def test_plans_are_frozen() -> None:
 @settings(deadline=None)
 def test_wire_bytes_are_those_of_the_encoded_chunk(plan: Plan) -> None:
     for task in plan.tasks:
-        gradients = torch.zeros(task.chunk.numel, dtype=getattr(torch, task.chunk.dtype))
         codec = codecs.get(task.codec)
-        wire = codec.wire(gradients.numel(), gradients.dtype).empty()
-        codec.encode(gradients, wire)
-        assert task.wire_bytes == wire.nbytes
+        assert task.wire_bytes == codec.wire(task.chunk, task.round).empty().nbytes
+        if task.codec == "none":
+            assert task.wire_bytes == task.chunk.nbytes
+        elif isinstance(codec, (Summed, ByteCodec)):
+            gradients = torch.zeros(task.chunk.numel)
+            wire = torch.full((task.wire_bytes,), 77, dtype=torch.uint8)
+            codec.encode(gradients, wire.view(codec.wire(task.chunk).dtype))
+            assert not wire.any()  # all of it was written
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@given(plan=any_plan)
+@settings(deadline=None, max_examples=20)
+def test_sent_bytes_are_the_collectives_share_of_the_wire(plan: Plan, world_size: int) -> None:
+    others = world_size - 1
+    for task in plan.tasks:
+        if task.op == "gather":
+            expected = others * task.wire_bytes
+        else:
+            halves = 2 if task.op == "all_reduce" else 1
+            expected = halves * others / world_size * task.wire_bytes
+        assert task.sent_bytes(world_size) == pytest.approx(expected)
+
+
+@given(any_plan)
+@settings(deadline=None)
+def test_a_task_covers_every_parameter_that_it_carries(plan: Plan) -> None:
+    """What is not covered would count as whole before it is."""
+    assert len(plan.covers) == len(plan.tasks)
+    for task, covers in zip(plan.tasks, plan.covers, strict=True):
+        names = [
+            plan.layout.buckets[bucket].params[place].name
+            for bucket, places in covers.items()
+            for place in places
+        ]
+        assert sorted(names) == sorted(span.param for span in plan.layout.spans(task.chunk))
+        assert list(covers) == list(dict.fromkeys(piece.bucket for piece in task.chunk.pieces))
+
+
+def test_two_pieces_of_one_bucket_in_a_chunk_are_both_covered() -> None:
+    params = [ParamSpec("a", 40, (10, 4)), ParamSpec("bias", 4, (4,)), ParamSpec("b", 40, (10, 4))]
+    layout = Layout((BucketSpec(tuple(params), "float32"),))
+    plan = plan_of(layout, Settings(policy="fifo", codec="fp16", codec_rules="bias=none"))
+    assert [task.codec for task in plan.tasks] == ["fp16", "none"]
+    assert plan.covers == ({0: (0, 2)}, {0: (1,)})
 
 
 # ---------------------------------------------------------------- agreeing
@@ -360,8 +444,9 @@ def test_another_number_of_buckets_is_an_error_that_tells_both(count: int, odd: 
     [
         dataclasses.replace(FIRST, sparse=True),
         bucket("head", 29, 5),
+        BucketSpec((ParamSpec("head.0", 30, (5, 6)), ParamSpec("head.1", 4)), "float32"),
     ],
-    ids=["sparse", "parameter sizes"],
+    ids=["sparse", "parameter sizes", "parameter shapes"],
 )
 def test_the_difference_is_visible_in_the_text(other: BucketSpec) -> None:
     ends = agree_on([Layout((FIRST,)), Layout((other,))], [with_chunks(512)] * 2)

@@ -21,6 +21,30 @@ SPECS = {spec.field: spec for spec in specs()}
 FLOATS = [spec for spec in SPECS.values() if spec.type is float]
 CHOICES = [spec for spec in SPECS.values() if spec.choices is not None]
 BOOLEANS = [spec for spec in SPECS.values() if spec.type is bool]
+INTS = [spec for spec in SPECS.values() if spec.type is int]
+READ = {  # texts that are read: some that mean something, some that do not and what is said then
+    "codec": (
+        ("fp16", "bf16"),
+        {
+            "": "no codec is called ''",
+            "nothing-like-it": "there are none, fp16, bf16",
+            "fp61": "did you mean 'fp16'?",
+            "BF16": "did you mean 'bf16'?",
+            "fp16,": "no codec is called 'fp16,'",
+            "fp16:bits=4": "codec 'fp16' has no option 'bits': it has none",
+        },
+    ),
+    "codec_rules": (
+        ("head.*=none", "*.weight=bf16;*=fp16"),
+        {
+            "head": "rules read pattern=codec;pattern=codec, and 'head' does not",
+            "a=fp16;b=": "'b=' does not",
+            "=fp16": "'=fp16' does not",
+            "*=fp61": "did you mean 'fp16'?",
+            "*=fp16:bits=4": "no option 'bits'",
+        },
+    ),
+}
 
 
 def ids(spec: object) -> str:
@@ -29,6 +53,8 @@ def ids(spec: object) -> str:
 
 def two_values(spec: SettingSpec) -> tuple[Any, Any]:
     """Two allowed values, neither of them the default unless there are only two."""
+    if spec.field in READ:
+        return READ[spec.field][0]
     if spec.choices is not None:
         others = [choice for choice in spec.choices if choice != spec.default] or [spec.default]
         return others[0], others[-1]
@@ -36,6 +62,8 @@ def two_values(spec: SettingSpec) -> tuple[Any, Any]:
         return (not spec.default), spec.default
     assert spec.low is not None
     assert spec.high is not None
+    if spec.type is int:
+        return spec.low + (spec.high - spec.low) // 2, spec.low + (spec.high - spec.low) // 4
     return (spec.low + spec.high) / 2, (spec.low + spec.high) / 4
 
 
@@ -61,6 +89,8 @@ def test_every_setting_is_described(spec: SettingSpec) -> None:
     assert spec.allowed.strip()
     assert spec.check(spec.default, spec.field) == spec.default
     assert type(spec.default) is spec.type
+    assert [spec.choices, spec.reads].count(None) >= 1
+    assert (spec.reads is None) == (spec.field not in READ)
 
 
 def test_the_registry_is_the_dataclass() -> None:
@@ -75,7 +105,8 @@ def test_float_names_carry_their_unit() -> None:
 
 def test_choices_are_those_of_the_registries() -> None:
     assert SPECS["policy"].choices == (policies.AUTO, *policies.names())
-    assert SPECS["codec"].choices == codecs.names()
+    assert SPECS["codec"].choices is None  # a name, and options
+    assert SPECS["codec"].allowed.startswith(" | ".join(codecs.names()))
 
 
 def test_the_default_is_exact() -> None:
@@ -93,7 +124,21 @@ def test_bounds_are_inside_and_just_beyond_is_outside(spec: SettingSpec) -> None
             spec.check(value, "x")
 
 
-@pytest.mark.parametrize("spec", FLOATS, ids=ids)
+@pytest.mark.parametrize("spec", INTS, ids=ids)
+def test_whole_bounds_are_inside_and_just_beyond_is_outside(spec: SettingSpec) -> None:
+    assert spec.low is not None
+    assert spec.high is not None
+    for value in (spec.low, spec.high):
+        assert spec.check(value, "x") == value
+        assert spec.parse(str(value)) == value
+    for value in (spec.low - 1, spec.high + 1):
+        with pytest.raises(SettingsError):
+            spec.check(value, "x")
+        with pytest.raises(SettingsError):
+            spec.parse(str(value))
+
+
+@pytest.mark.parametrize("spec", [*FLOATS, *INTS], ids=ids)
 def test_allowed_text_gives_the_bounds(spec: SettingSpec) -> None:
     low, high = spec.allowed.split(" to ")
     assert (float(low), float(high)) == (spec.low, spec.high)
@@ -157,6 +202,30 @@ def test_bytes_are_whole_and_never_more_than_said(chunk_mb: float) -> None:
         assert size <= chunk_mb * MB < size + 1
 
 
+@given(st.data())
+def test_whole_numbers_round_trip_through_the_environment(data: st.DataObject) -> None:
+    spec = data.draw(st.sampled_from(INTS))
+    value = data.draw(st.integers(spec.low, spec.high))
+    for chosen in (resolve({}, {spec.variable: str(value)}), resolve({spec.field: value}, {})):
+        assert getattr(chosen.settings, spec.field) == value
+        assert type(getattr(chosen.settings, spec.field)) is int
+
+
+@pytest.mark.parametrize(("value", "text"), [(True, "1"), (False, "0")])
+def test_error_feedback_takes_a_bool_as_a_keyword(value: bool, text: str) -> None:
+    assert resolve({"error_feedback": value}, {}).settings.error_feedback == text
+    assert resolve({"error_feedback": text}, {}) == resolve({"error_feedback": value}, {})
+    assert resolve({}, {"COMMSCHED_ERROR_FEEDBACK": text}).settings.error_feedback == text
+    assert resolve({}, {}).settings.error_feedback == "auto"
+
+
+@pytest.mark.parametrize("field", READ)
+def test_texts_that_are_read_are_kept_as_they_were_said(field: str) -> None:
+    for text in READ[field][0]:
+        assert getattr(resolve({field: text}, {}).settings, field) == text
+        assert getattr(resolve({}, {SPECS[field].variable: text}).settings, field) == text
+
+
 @pytest.mark.parametrize("text", ["1", "true", "YES", "On", " 1 "])
 @pytest.mark.parametrize("spec", BOOLEANS, ids=ids)
 def test_words_for_true(spec: SettingSpec, text: str) -> None:
@@ -207,9 +276,9 @@ def test_any_unknown_variable_is_refused(rest: str) -> None:
 def says_value(said: str, spec: SettingSpec, text: str) -> bool:
     """Whether the variable and its value are named: as text, or as the number it stands for."""
     shown = [repr(text)]
-    if spec.type is float:
+    if spec.type in (float, int):
         with contextlib.suppress(ValueError):
-            shown.append(repr(float(text)))
+            shown.append(repr(spec.type(text)))
     return any(f"{spec.variable}={value} " in said for value in shown)
 
 
@@ -217,6 +286,8 @@ BAD_TEXTS = [
     *((spec, text) for spec in FLOATS for text in ("", "four", "4MB", "nan", "inf", "-1", "1e300")),
     *((spec, text) for spec in BOOLEANS for text in ("", "2", "maybe")),
     *((spec, text) for spec in CHOICES for text in ("", "nothing-like-it")),
+    *((spec, text) for spec in INTS for text in ("", "four", "4.5", "1e3", "nan", "-2", "9" * 30)),
+    *((SPECS[field], text) for field, (_, bad) in READ.items() for text in bad),
 ]
 
 
@@ -224,7 +295,7 @@ BAD_TEXTS = [
 def test_bad_text_names_variable_value_and_what_is_allowed(spec: SettingSpec, text: str) -> None:
     said = refusal(environ={spec.variable: text})
     assert says_value(said, spec, text)
-    assert spec.allowed in said
+    assert (READ[spec.field][1][text] if spec.field in READ else spec.allowed) in said
 
 
 @pytest.mark.parametrize(("spec", "text"), BAD_TEXTS, ids=ids)
@@ -242,7 +313,10 @@ def test_an_unknown_variable_is_an_error_even_where_a_keyword_wins() -> None:
 BAD_VALUES = [
     *((s, v) for s in FLOATS for v in (True, "4", None, [4.0], math.nan, math.inf, -1.0, -1)),
     *((s, v) for s in BOOLEANS for v in (1, 0, "1", None, 1.0)),
-    *((s, v) for s in CHOICES for v in (None, 4, b"none", True, ["none"])),
+    *((s, v) for s in CHOICES for v in (None, 4, b"none", ["none"])),
+    *((s, True) for s in CHOICES if s.field != "error_feedback"),
+    *((s, v) for s in INTS for v in (True, False, "4", None, [4], 4.0, math.nan, -2, 2**40)),
+    *((SPECS[field], v) for field in READ for v in (None, 4, b"fp16", True, ["fp16"])),
 ]
 
 
@@ -264,6 +338,25 @@ def test_a_misspelt_choice_suggests_the_nearest(spec: SettingSpec) -> None:
     for choice in spec.choices:
         said = refusal(environ={spec.variable: choice + "x"})
         assert f"did you mean {choice!r}?" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "said"),
+    [(field, text, said) for field, (_, bad) in READ.items() for text, said in bad.items()],
+)
+def test_a_text_that_means_nothing_is_refused_as_a_keyword_too(
+    field: str, text: str, said: str
+) -> None:
+    got = refusal(keywords={field: text})
+    assert got.startswith(f"{field}={text!r} is not allowed: ")
+    assert said in got
+
+
+def test_a_misspelt_codec_lists_all_and_suggests_the_nearest() -> None:
+    for name in codecs.names():
+        said = refusal(environ={"COMMSCHED_CODEC": name + "x"})
+        assert f"did you mean {name!r}?" in said
+        assert ", ".join(codecs.names()) in said
 
 
 def test_a_choice_like_no_other_suggests_nothing() -> None:

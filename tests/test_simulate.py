@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -17,6 +17,7 @@ from commsched.plan import Plan, Task
 from commsched.profile import Link, ParamTimes, Profile
 from commsched.settings import Settings
 from commsched.simulate import Timeline, ddp, ideal, link_seconds, simulate
+from tests.mixed import mixed_settings, registered, shaped, with_shapes
 from tests.profiles import profile_of, profiles, small_settings
 
 EPS = 1e-9
@@ -24,24 +25,41 @@ EPS = 1e-9
 SECONDS = 0.25
 
 
+@pytest.fixture(scope="module", autouse=True)
+def made_up_codecs() -> Iterator[None]:
+    with registered():
+        yield
+
+
+any_profile = profiles() | with_shapes(shaped())
+any_settings = small_settings() | mixed_settings()
+
+
 @st.composite
-def plans(draw: st.DrawFn, of: st.SearchStrategy[Profile] | None = None) -> tuple[Plan, Profile]:
+def plans(
+    draw: st.DrawFn, chosen: st.SearchStrategy[Settings] = any_settings
+) -> tuple[Plan, Profile]:
     """Any policy's plan, or one in an order that has nothing to do with readiness."""
-    profile = draw(of or profiles())
+    profile = draw(any_profile)
     name = draw(st.sampled_from(policies.names()))
-    plan = policies.get(name)(profile, draw(small_settings()))
+    plan = policies.get(name)(profile, draw(chosen))
     if name == "fifo" and draw(st.booleans()):
-        plan = replace(plan, tasks=tuple(draw(st.permutations(plan.tasks))))
+        plan = replace(plan, tasks=in_turn(draw(st.permutations(plan.tasks))))
     return plan, profile
+
+
+def in_turn(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """The same order of chunks, each chunk's own tasks in theirs."""
+    turns = {
+        chunk: iter(sorted((t for t in tasks if t.chunk == chunk), key=lambda task: task.round))
+        for chunk in {task.chunk for task in tasks}
+    }
+    return tuple(next(turns[task.chunk]) for task in tasks)
 
 
 def any_plan(test: Callable[..., None]) -> Callable[..., None]:
     """For any plan and the profile it was made for."""
     return settings(max_examples=60)(given(plans())(test))
-
-
-def codec_of(plan: Plan) -> str:
-    return next((task.codec for task in plan.tasks if task.codec != "none"), "none")
 
 
 # ---------------------------------------------------------------- by hand
@@ -67,7 +85,11 @@ def chunk_of(bucket: int, numel: int, start: int = 0) -> Chunk:
 
 
 def plan_of(profile: Profile, *steps: tuple[str, Chunk], credit: int = 10**6) -> Plan:
-    tasks = tuple(Task(at, op, chunk, "none") for at, (op, chunk) in enumerate(steps))
+    chunks = [chunk for _, chunk in steps]
+    tasks = tuple(
+        Task(at, op, chunk, "none", chunks[:at].count(chunk))
+        for at, (op, chunk) in enumerate(steps)
+    )
     return Plan("by hand", profile.layout, tasks, credit)
 
 
@@ -169,16 +191,15 @@ def test_the_ideal_by_hand() -> None:
 
 def check_rules(plan: Plan, profile: Profile, timeline: Timeline) -> None:
     alpha_s = profile.link.alpha_s
-    scattered_s: dict[Chunk, float] = {}
+    before_s: dict[Chunk, float] = {}
     for task, times in zip(plan.tasks, timeline.tasks, strict=True):
         hooks_s = max(profile.ready_s[piece.bucket] for piece in task.chunk.pieces)
-        expected_s = scattered_s[task.chunk] if task.op == "all_gather" else hooks_s
+        expected_s = before_s[task.chunk] if task.round else hooks_s
         assert times.ready_s == expected_s >= hooks_s
         assert times.issued_s >= times.ready_s
         assert times.begin_s >= times.issued_s + alpha_s
         assert times.end_s == pytest.approx(times.begin_s + link_seconds(task, profile))
-        if task.op == "reduce_scatter":
-            scattered_s[task.chunk] = times.end_s
+        before_s[task.chunk] = times.end_s
     for first, second in pairwise(timeline.tasks):
         assert first.issued_s <= second.issued_s
         assert first.end_s <= second.begin_s
@@ -253,15 +274,46 @@ def test_two_halves_send_what_an_all_reduce_sends(case: tuple[Plan, Profile]) ->
         assert whole_s == pytest.approx(task.wire_bytes * share * profile.link.beta_s)
 
 
+@any_plan
+def test_what_goes_whole_to_all_is_sent_to_each(case: tuple[Plan, Profile]) -> None:
+    plan, profile = case
+    for task in plan.tasks:
+        gather_s = link_seconds(replace(task, op="gather"), profile)
+        share = profile.world_size - 1
+        assert gather_s == pytest.approx(task.wire_bytes * share * profile.link.beta_s)
+
+
+@any_plan
+def test_the_link_is_busy_for_what_is_sent(case: tuple[Plan, Profile]) -> None:
+    plan, profile = case
+    busy_s = sum(item.end_s - item.begin_s for item in simulate(plan, profile).tasks)
+    sent = sum(task.sent_bytes(profile.world_size) for task in plan.tasks)
+    assert busy_s == pytest.approx(sent * profile.link.beta_s)
+
+
 # ---------------------------------------------------------------- the ideal
 
 
-@given(plans(), st.booleans())
-def test_nothing_beats_the_ideal(case: tuple[Plan, Profile], deferred: bool) -> None:
-    plan, profile = case
+@pytest.mark.parametrize("codec", ["none", "fp16", "bf16"])
+@given(st.data(), st.booleans())
+def test_nothing_beats_the_ideal(codec: str, data: st.DataObject, deferred: bool) -> None:
+    """Of codecs that take as many bytes for a chunk as for its parameters one by one."""
+    chosen = any_settings.map(lambda item: replace(item, codec=codec, codec_rules=""))
+    plan, profile = data.draw(plans(chosen))
     step_s = simulate(plan, profile, deferred).step_s
-    assert step_s >= ideal(profile, codec_of(plan)) - EPS
+    assert step_s >= ideal(profile, codec) - EPS
     assert ddp(profile).step_s >= ideal(profile) - EPS
+
+
+@given(plans(), st.booleans())
+def test_nothing_beats_what_computing_and_the_link_take(
+    case: tuple[Plan, Profile], deferred: bool
+) -> None:
+    """Whatever the codecs."""
+    plan, profile = case
+    sent = sum(task.sent_bytes(profile.world_size) for task in plan.tasks)
+    step_s = simulate(plan, profile, deferred).step_s
+    assert step_s >= max(profile.compute_s, sent * profile.link.beta_s) - EPS
 
 
 @given(profiles())
