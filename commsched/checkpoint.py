@@ -2,7 +2,7 @@
 
     {"format": 1, "world_size": ranks, "step": last iteration,
      "params": {parameter: elements}, "settings": {...}, "verdict": {...} or None,
-     "cut": [task, ...],                                   # how the gradients were cut
+     "plan": JSON text or "",                              # how the gradients were cut
      "factors": {parameter: {name: tensor}},               # equal on all ranks
      "slots": {rank: {slot: {parameter: tensor}}}}         # "error" and the like: each rank's own
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ from commsched.settings import Settings
 if TYPE_CHECKING:
     from commsched.state import State
 
-__all__ = ["Checkpoint", "Stateful", "cut_by", "described", "gathered"]
+__all__ = ["Checkpoint", "Stateful", "cut_by", "gathered", "moved"]
 
 logger = logging.getLogger("commsched")
 
@@ -52,7 +52,7 @@ class Checkpoint:
         params: elements of each parameter; empty where the model was not known.
         settings: those of `CUT_BY`.
         verdict: as `Verdict`'s fields; None where codecs were not priced.
-        cut: the plan's tasks, by parameter.
+        plan: the plan as JSON text, "" where there was none.
         factors: parameter -> name -> tensor.
         slots: by rank.
     """
@@ -62,7 +62,7 @@ class Checkpoint:
     params: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     verdict: dict[str, Any] | None = None
-    cut: list[dict[str, Any]] = field(default_factory=list)
+    plan: str = ""
     factors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     slots: dict[int, Slots] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ class Checkpoint:
             CommSchedError: it is none of these.
         """
         rows = [saved] if isinstance(saved, Mapping) else list(saved)
-        if not rows or any(row.get("format") != FORMAT for row in rows):
+        if not rows or any(set(row) != KEYS or row["format"] != FORMAT for row in rows):
             raise CommSchedError(
                 "this is not what State.state_dict() of this version of commsched returned"
             )
@@ -93,7 +93,11 @@ class Checkpoint:
     @property
     def digest(self) -> str:
         """Equal on ranks that loaded the same run's state, each with its own slots or not."""
-        return digest_of([self.world_size, self.step, self.settings, self.cut])
+        return digest_of([self.world_size, self.step, self.settings, self.verdict, self.plan])
+
+    def without_tensors(self) -> Checkpoint:
+        """What is needed once memory is restored."""
+        return replace(self, factors={}, slots={})
 
     def refuse_other_model(self, params: Mapping[str, int]) -> None:
         """Raise if it is of another model.
@@ -113,22 +117,20 @@ class Checkpoint:
             "size. Load the state that was saved with this model, or none"
         )
 
-    def restore(self, memory: Memory, rank: int, world_size: int, errors: str) -> None:
+    def restore(self, memory: Memory, rank: int, world_size: int) -> None:
         """Fill a fresh memory.
 
         Args:
             memory: of this rank.
             rank: this one.
             world_size: the number of ranks now.
-            errors: "keep" or "drop" the slots.
         """
         memory.step = self.step
         for param, factors in self.factors.items():
             memory.factors[param] = {
                 name: tensor.to(torch.float32, copy=True) for name, tensor in factors.items()
             }
-        if errors == "keep":
-            memory.set_slots(self._slots_for(rank, world_size))
+        memory.set_slots(self._slots_for(rank, world_size))
 
     def _slots_for(self, rank: int, world_size: int) -> Slots:
         if world_size != self.world_size and len(self.slots) == self.world_size:
@@ -143,19 +145,20 @@ class Checkpoint:
             )
         return self.slots.get(rank, {})
 
-    def plan_for(self, layout: Layout, plan: Plan, settings: Settings) -> Plan:
-        """`plan`, or the saved one, where that covers the layout and no setting was changed.
+    def plan_now(self, settings: Settings, make: Callable[[Layout], Plan]) -> Plan | None:
+        """The saved run's plan; made anew for its buckets where settings have changed since.
 
-        DDP's first step has other buckets than all later ones. Blocks and shards that begin
-        elsewhere round differently, and a resumed run would not repeat the first one's bits.
+        Args:
+            settings: in effect now.
+            make: plans by them.
         """
-        if self.settings != cut_by(settings):
-            return plan
-        tasks = _tasks_in(self.cut, layout)
-        covered = {piece for task in tasks if not task.round for piece in task.chunk.pieces}
-        if sum(piece.numel for piece in covered) != sum(b.numel for b in layout.buckets):
-            return plan
-        return Plan(plan.policy, layout, tuple(tasks), plan.credit_bytes)
+        if not self.plan:
+            return None
+        saved = Plan.from_json(self.plan)
+        return saved if self.settings == cut_by(settings) else make(saved.layout)
+
+
+KEYS = {"format", *(item.name for item in fields(Checkpoint))}
 
 
 def cut_by(settings: Settings) -> dict[str, Any]:
@@ -163,23 +166,21 @@ def cut_by(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in CUT_BY}
 
 
-def described(plan: Plan) -> list[dict[str, Any]]:
-    """A plan's tasks by parameter: what `Checkpoint.cut` holds."""
-    return [
-        {
-            "op": task.op,
-            "codec": task.codec,
-            "round": task.round,
-            "parts": [
-                [span.param, span.param_start, span.numel] for span in plan.layout.spans(task.chunk)
-            ],
-        }
-        for task in plan.tasks
-    ]
+def moved(plan: Plan, layout: Layout) -> Plan | None:
+    """The same tasks where the same parameters lie in other buckets; None if some do not.
+
+    DDP's first step has other buckets than all later ones. Blocks and shards that begin elsewhere
+    round differently, and a resumed run would not repeat the first one's bits.
+    """
+    tasks = _tasks_in(plan, layout)
+    covered = {piece for task in tasks if not task.round for piece in task.chunk.pieces}
+    if sum(piece.numel for piece in covered) != sum(spec.numel for spec in layout.buckets):
+        return None
+    return Plan(plan.policy, layout, tuple(tasks), plan.credit_bytes)
 
 
-def _tasks_in(cut: Iterable[Mapping[str, Any]], layout: Layout) -> list[Task]:
-    """The saved tasks whose parameters are all in the layout."""
+def _tasks_in(plan: Plan, layout: Layout) -> list[Task]:
+    """The plan's tasks whose parameters are all in the layout."""
     places = {}
     for index, bucket in enumerate(layout.buckets):
         start = 0
@@ -187,14 +188,15 @@ def _tasks_in(cut: Iterable[Mapping[str, Any]], layout: Layout) -> list[Task]:
             places[param.name] = index, start, param
             start += param.numel
     tasks: list[Task] = []
-    for row in cut:
-        found = [(places.get(name), start, numel) for name, start, numel in row["parts"]]
-        if all(place is not None for place, _, _ in found):
-            whole = codecs.get(row["codec"]).whole_params
+    for task in plan.tasks:
+        spans = list(plan.layout.spans(task.chunk))
+        if all(span.param in places for span in spans):
+            whole = codecs.get(task.codec).whole_params
+            found = [(places[s.param], s.param_start, s.numel) for s in spans]
             pieces = [_piece(place, start, numel, whole) for place, start, numel in found]
             spec = layout.buckets[pieces[0].bucket]
             chunk = Chunk(tuple(pieces if whole else _joined(pieces)), spec.dtype, spec.sparse)
-            tasks.append(Task(len(tasks), row["op"], chunk, row["codec"], row["round"]))
+            tasks.append(replace(task, index=len(tasks), chunk=chunk))
     return tasks
 
 

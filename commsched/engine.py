@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from commsched import codecs
 from commsched.blame import CollectiveError, explained
 from commsched.checkpoint import Checkpoint
 from commsched.errors import CommSchedError
 from commsched.flight import Flight
-from commsched.group import Group, Membership
+from commsched.group import Membership
 from commsched.iterations import Iterations
 from commsched.jobs import Job, Progress, Run
 from commsched.lane import Lane
@@ -29,6 +30,7 @@ from commsched.memory import Memory
 from commsched.outstanding import TICK_S, Outstanding
 from commsched.packer import Packer
 from commsched.planner import Begin, Planner
+from commsched.rules import used
 from commsched.settings import Settings
 
 __all__ = ["CLOSED", "Engine"]
@@ -55,8 +57,14 @@ class Engine:
         resumed: Checkpoint | None = None,
     ) -> None:
         self.settings = settings
-        # What only some ranks might have done: compared over ranks.
-        self._done = {"optimizer": optimizer, "resumed": resumed.digest if resumed else "nothing"}
+        # What may differ between ranks though settings are equal.
+        self._done = {
+            "optimizer": optimizer,
+            "resumed": resumed.digest if resumed else "nothing",
+        }
+        if not all(codecs.get(codec).bitwise for codec in used(settings)):
+            self._done["torch.get_num_threads()"] = torch.get_num_threads()
+            self._done["CPU capability"] = torch.backends.cpu.get_cpu_capability()
         self._memory = memory
         self.planner = Planner(settings, len(member.ranks), resumed)
         self._flight = Flight(
@@ -149,10 +157,11 @@ class Engine:
             self.wait(job.done.is_set)
         self.raise_error()
 
-    def converse(self, what: str, conversation: Callable[[Group], T]) -> T:
-        """Hold a blocking conversation of all ranks, while nothing is under way on any of them.
+    def ask(self, question: Callable[[Lane], T]) -> T:
+        """Have the engine's thread answer, after all that was submitted so far.
 
-        Collective: all ranks call it after the same iteration, once `synchronize` has returned.
+        Once `synchronize` has returned, nothing is under way, and what the last iteration still
+        had to agree on is agreed on. A question that needs the other ranks is a collective.
 
         Raises:
             CommSchedError: it failed, or other ranks did not take part.
@@ -161,8 +170,7 @@ class Engine:
 
         def hold() -> None:
             assert self._lane is not None
-            lane = self._lane
-            answer.append(lane.agree(what, partial(conversation, lane.group)))
+            answer.append(question(self._lane))
             self._outstanding.tell()
 
         self._queue.put(hold)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from commsched.jobs import Job, Run
 from commsched.layout import BucketSpec, Chunk, Layout
@@ -19,6 +19,11 @@ class KnownPlan:
 
     plan: Plan
     place: dict[int, int]  # Job.key -> bucket index in the plan's layout
+    specs: dict[BucketSpec, int] = field(default_factory=dict)  # likewise, of a resumed run
+
+    def find(self, job: Job) -> int | None:
+        """The bucket index of a job; None where the plan does not know it."""
+        return self.place.get(job.key, self.specs.get(job.spec))
 
 
 class Iteration:
@@ -30,9 +35,15 @@ class Iteration:
     """
 
     def __init__(
-        self, plan_of: Callable[[Layout], Plan], known: KnownPlan | None, step: int = 0
+        self,
+        plan_of: Callable[[Layout], Plan],
+        known: KnownPlan | None,
+        step: int = 0,
+        saved: Plan | None = None,
     ) -> None:
         self.step = step
+        self.resumes = False  # by the saved plan, which a resumed run had
+        self._saved = saved
         self.ended = False
         self.closed = False  # its buckets have been compared with the plan's
         self.order: deque[Run] = deque()
@@ -44,6 +55,18 @@ class Iteration:
         self._settled: set[int] = set()  # plan bucket indices that came, and those given up
         if known is not None:
             self._lay_out(known.plan)
+
+    def _resume(self, job: Job) -> None:
+        """Before the first bucket: if only the saved plan knows it, that plan it is."""
+        if self._saved is None or (self._known is not None and self._known.find(job) is not None):
+            return
+        specs = {spec: index for index, spec in enumerate(self._saved.layout.buckets)}
+        if job.spec in specs:
+            self.order.clear()
+            self._waiting.clear()
+            self._known = KnownPlan(self._saved, {}, specs)
+            self._lay_out(self._saved)
+            self.resumes = True
 
     def _lay_out(self, plan: Plan) -> None:
         for run in self._runs(plan):
@@ -66,8 +89,10 @@ class Iteration:
 
     def add(self, job: Job) -> None:
         """A bucket has come."""
+        if not self._seen:
+            self._resume(job)
         self._seen.append((job.key, job.spec))
-        place = None if self._known is None else self._known.place.get(job.key)
+        place = None if self._known is None else self._known.find(job)
         if place is None or place in self._settled:
             self._append(job)
             return
@@ -94,10 +119,10 @@ class Iteration:
 
     def adopt(self, plan: Plan) -> None:
         """From the next iteration on, use this plan, made for `new_layout` or a known layout."""
-        place = {key: index for index, (key, _) in enumerate(self._seen)}
         if self._known is not None and plan.layout == self._known.plan.layout:
-            place = self._known.place
-        self._known = KnownPlan(plan, place)
+            self._known = replace(self._known, plan=plan)
+        else:
+            self._known = KnownPlan(plan, {key: at for at, (key, _) in enumerate(self._seen)})
 
     def next_plan(self) -> KnownPlan | None:
         """The plan of the iteration after this one."""

@@ -104,7 +104,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one collective carries: one piece of a bucket, or several small buckets' whole."""
+    """What one collective carries: pieces of one bucket, or of several small ones."""
 
     pieces: tuple[Piece, ...]
     dtype: str

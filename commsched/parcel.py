@@ -57,8 +57,12 @@ class Parcel:
         if _one_range(self.views):
             return self.views[0].as_strided((numel,), (1,)).mul_(share)
         flat = self.pool.take(torch.float32, numel)
-        torch._foreach_copy_(self._split(flat), list(self.views))
-        return flat.mul_(share)
+        for part, view in zip(self._split(flat), self.views, strict=True):
+            if view.dtype == torch.float32:
+                torch.mul(view, share, out=part)  # one pass
+            else:
+                part.copy_(view).mul_(share)
+        return flat
 
     def put(self, mean: torch.Tensor) -> None:
         """Write the averaged gradients into the buckets. `mean` is what `take` returned."""

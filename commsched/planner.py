@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from commsched import codecs, policies
-from commsched.checkpoint import Checkpoint
+from commsched.checkpoint import Checkpoint, moved
 from commsched.codecs.base import WARM_UP
 from commsched.lane import Lane
 from commsched.layout import Layout
@@ -23,6 +23,8 @@ from commsched.settings import Settings
 __all__ = ["Begin", "Made", "Planner", "Verdict"]
 
 logger = logging.getLogger("commsched")
+
+REBUILT = 3  # steps after which DDP has rebuilt its buckets
 
 
 @dataclass
@@ -50,19 +52,25 @@ class Made:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which of the settings' codecs cost more than they save here, and why in words."""
+    """Which codecs cost more than they save here, and why in words.
 
+    `priced` and `world_size` are what it was made for.
+    """
+
+    priced: frozenset[str]
+    world_size: int
     refused: frozenset[str] = frozenset()
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"refused": sorted(self.refused), "reason": self.reason}
+        return {**vars(self), "priced": sorted(self.priced), "refused": sorted(self.refused)}
 
     @classmethod
-    def from_dict(cls, saved: dict[str, Any] | None) -> Verdict | None:
-        """What `to_dict` gave; None for None."""
-        return None if saved is None else cls(frozenset(saved["refused"]), saved["reason"])
+    def from_dict(cls, saved: dict[str, Any]) -> Verdict:
+        """What `to_dict` gave."""
+        sets = {name: frozenset(saved[name]) for name in ("priced", "refused")}
+        return cls(**{**saved, **sets})
 
 
 class Planner:
@@ -81,16 +89,22 @@ class Planner:
         self, settings: Settings, world_size: int, resumed: Checkpoint | None = None
     ) -> None:
         self.made: Made | None = None
-        self.verdict = None if resumed is None else Verdict.from_dict(resumed.verdict)
+        self.verdict: Verdict | None = None
         self._resumed = resumed
         self._settings = settings
         self._world_size = world_size
         self._policy = policies.get(settings.policy)
         named = [codecs.get(codec) for codec in used(settings)]
-        self._lossy = frozenset(str(codec) for codec in named if codec.lossy)
-        self._start = settings.codec_start_step
-        if self._start < 0:
-            self._start = max(codec.start_step for codec in named)
+        own = settings.codec_start_step < 0
+        self._starts = {
+            str(codec): codec.start_step if own else settings.codec_start_step
+            for codec in named
+            if codec.lossy
+        }
+        if resumed is not None and resumed.verdict is not None:
+            verdict = Verdict.from_dict(resumed.verdict)
+            if (verdict.priced, verdict.world_size) == (frozenset(self._starts), world_size):
+                self.verdict = verdict
         self._step = 0
         self.active = self._effective()
         self._planned_with = self.active
@@ -101,11 +115,28 @@ class Planner:
         self.active = self._effective()
 
     def unmeasured(self, layout: Layout) -> Plan:
-        """This rank's plan before anything is measured."""
-        plan = self._policy(Profile.unmeasured(layout, self._world_size), self.active)
-        if self._resumed is not None and self._step == self._resumed.step + 1:
-            return self._resumed.plan_for(layout, plan, self.active)
-        return plan
+        """This rank's plan before anything is measured: as the resumed run's, if that fits."""
+        saved = self.saved_plan()
+        first = self._resumed is not None and self._step == self._resumed.step + 1
+        plan = moved(saved, layout) if saved is not None and first else None
+        return plan or self._by_policy(layout)
+
+    def saved_plan(self) -> Plan | None:
+        """The plan of the run that is being resumed, while DDP may still come to its buckets."""
+        if self._resumed is None or self._step > self._resumed.step + REBUILT:
+            return None
+        return self._resumed.plan_now(self.active, self._by_policy)
+
+    def resume(self) -> None:
+        """The buckets of the resumed run have come: go on by its plan."""
+        plan = self.saved_plan()
+        assert plan is not None
+        self.made = Made(plan, None)
+        self._planned_with = self.active
+        self._resumed = None
+
+    def _by_policy(self, layout: Layout) -> Plan:
+        return self._policy(Profile.unmeasured(layout, self._world_size), self.active)
 
     def compare(self, lane: Lane, layout: Layout) -> None:
         """Refuse buckets that are not the same on all ranks."""
@@ -142,15 +173,16 @@ class Planner:
         return self._agree(lane, layout, profile)
 
     def _effective(self) -> Settings:
-        if self._step < self._start:
-            return without(self._settings, self._lossy)
-        refused = frozenset[str]() if self.verdict is None else self.verdict.refused
-        return without(self._settings, refused)
+        absent = {codec for codec, start in self._starts.items() if self._step < start}
+        if self.verdict is not None and not self._settings.codec_force:
+            absent |= self.verdict.refused
+        return without(self._settings, frozenset(absent))
 
     def _judge(self, lane: Lane, profile: Profile | None) -> None:
-        """Price the codecs once they have begun, after warm-up, unless the user insists on them."""
-        due = self._step >= max(self._start, WARM_UP) and self.verdict is None
-        if not due or not self._lossy or self._settings.codec_force:
+        """Price the codecs once all have begun, after warm-up, unless the user insists on them."""
+        if not self._starts or self._settings.codec_force or self.verdict is not None:
+            return
+        if self._step < max(WARM_UP, *self._starts.values()):
             return
         link = profile.link if profile is not None else None
         self.verdict = lane.agree("pricing codecs", partial(self._price, lane, link))
@@ -164,14 +196,19 @@ class Planner:
     def _price(self, lane: Lane, link: Link | None) -> Verdict:
         link = link or probe_link(lane.group)
         prices = []
-        for codec in sorted(self._lossy):
+        for codec in sorted(self._starts):
             feedback = wants_feedback(codecs.get(codec), self._settings.error_feedback)
             own_s = coding_s(codec, self._world_size, feedback)
             agreed_s = agree_on_median(lane.group, own_s)
             prices.append(price(codec, agreed_s, link, self._world_size))
             logger.info("%s", prices[-1])
         refused = [one for one in prices if not one.worth_it]
-        return Verdict(frozenset(one.codec for one in refused), "; ".join(map(str, refused)))
+        return Verdict(
+            priced=frozenset(self._starts),
+            world_size=self._world_size,
+            refused=frozenset(one.codec for one in refused),
+            reason="; ".join(map(str, refused)),
+        )
 
     def _agree(self, lane: Lane, layout: Layout, profile: Profile | None) -> Plan:
         def make(layout: Layout) -> Plan:

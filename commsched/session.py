@@ -16,11 +16,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
 from commsched import policies
-from commsched.checkpoint import Checkpoint, cut_by, described, gathered
+from commsched.checkpoint import Checkpoint, cut_by, gathered
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
 from commsched.group import Membership, timeout_of
 from commsched.jobs import Job, Progress
+from commsched.lane import Lane
 from commsched.memory import Memory
 from commsched.model import Buckets
 from commsched.overlap import Overlap
@@ -64,7 +65,6 @@ class Session:
         buckets: Buckets,
         optimizers: tuple[Optimizer, ...] = (),
         resumed: Checkpoint | None = None,
-        errors: str = "keep",
     ) -> None:
         timeout_s = settings.timeout_s or timeout_of(process_group)
         chosen = settings.policy != policies.AUTO
@@ -76,7 +76,8 @@ class Session:
         member = Membership(process_group, buckets.digest)
         if resumed is not None:
             resumed.refuse_other_model(buckets.numels)
-            resumed.restore(self.memory, member.rank, len(member.ranks), errors)
+            resumed.restore(self.memory, member.rank, len(member.ranks))
+            resumed = resumed.without_tensors()
         ddp = buckets.ddp
         # Before any thread is started, since it may refuse.
         if optimizers:
@@ -211,10 +212,14 @@ class Session:
             gather: all ranks' slots, not only this one's. Collective.
         """
         self.synchronize()
+        return self.engine.ask(partial(self._checkpoint, gather))
+
+    def _checkpoint(self, gather: bool, lane: Lane) -> Checkpoint:
         member, planner, memory = self._member, self.engine.planner, self.memory
         slots = {member.rank: memory.slots()}
         if gather:
-            rows = self.engine.converse("gathering errors", partial(gathered, slots[member.rank]))
+            own = slots[member.rank]
+            rows = lane.agree("gathering errors", partial(gathered, own, lane.group))
             slots = dict(enumerate(rows))
         made, verdict = planner.made, planner.verdict
         return Checkpoint(
@@ -223,8 +228,11 @@ class Session:
             params=self.buckets.numels,
             settings=cut_by(planner.active),
             verdict=None if verdict is None else verdict.to_dict(),
-            cut=[] if made is None else described(made.plan),
-            factors={param: dict(factors) for param, factors in memory.factors.items()},
+            plan="" if made is None else made.plan.to_json(),
+            factors={
+                param: {name: tensor.clone() for name, tensor in factors.items()}
+                for param, factors in memory.factors.items()
+            },
             slots=slots,
         )
 

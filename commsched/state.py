@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -85,7 +86,6 @@ class State:
         self._finalizer: weakref.finalize[..., State] | None = None
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._resumed: Checkpoint | None = None
-        self._errors = "keep"
         self._inactive = "no gradient bucket has come yet"
         self._closed = False
         _set_log_level(self._resolved)
@@ -152,7 +152,12 @@ class State:
         if self._session is not None:
             return self._session.checkpoint(gather).to_dict()
         if self._resumed is not None:
-            return self._resumed.to_dict()
+            if gather and len(self._resumed.slots) < self._resumed.world_size:
+                raise CommSchedError(
+                    "state_dict(gather=True) right after load_state_dict() of one rank's part: "
+                    "save again after the first step"
+                )
+            return copy.deepcopy(self._resumed.to_dict())
         return Checkpoint(0, -1).to_dict()
 
     def load_state_dict(
@@ -178,8 +183,9 @@ class State:
         if ddp is not None:
             resumed.refuse_other_model(Buckets(ddp).numels)
         self._close_session()  # the next step begins a new one
+        if errors == "drop":
+            resumed.slots = {rank: {} for rank in resumed.slots}
         self._resumed = resumed if resumed.step >= 0 else None
-        self._errors = errors
 
     def close(self) -> None:
         """Finish what was begun; end the thread and the process group. Later hook calls raise."""
@@ -280,8 +286,8 @@ class State:
             Buckets(self._model()),
             self._optimizers,
             self._resumed,
-            self._errors,
         )
+        self._resumed = None  # it is the session's now
         # Not a bound method of self: the finalizer must not keep this object alive. It also runs
         # at interpreter exit, while threads can still be joined.
         self._finalizer = weakref.finalize(self, session.close)

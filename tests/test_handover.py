@@ -26,7 +26,6 @@ optim = torch.optim
 class Nobody(Listener):
     """Hears and does nothing."""
 
-
     def __init__(self) -> None:
         self.heard: list[str] = []
 

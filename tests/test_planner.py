@@ -48,7 +48,6 @@ def made_up_codecs() -> Iterator[None]:
         ({"codec": "coarse", "codec_start_step": 0}, 0),
         ({"codec": "coarse", "codec_start_step": 17}, 17),
         ({"codec": "fp16", "codec_start_step": 9}, 9),
-        ({"codec": "fp16", "codec_rules": "head=evens"}, 4),  # all at once, with the last one
         ({"codec": "none", "codec_rules": "head=twice"}, 3),
     ],
 )
@@ -68,10 +67,23 @@ def test_a_codec_begins_with_its_own_step_or_the_chosen_one(
 
 
 def test_a_verdict_is_saved_and_read_again() -> None:
-    verdict = Verdict(frozenset({"twice:scale=2", "coarse"}), "slow")
+    both = frozenset({"twice:scale=2", "coarse"})
+    verdict = Verdict(both, 2, frozenset({"coarse"}), "slow")
     assert Verdict.from_dict(verdict.to_dict()) == verdict
-    assert Verdict.from_dict(None) is None
-    assert verdict.to_dict() == {"refused": ["coarse", "twice:scale=2"], "reason": "slow"}
+    assert verdict.to_dict() == {
+        "priced": ["coarse", "twice:scale=2"],
+        "world_size": 2,
+        "refused": ["coarse"],
+        "reason": "slow",
+    }
+
+
+def test_each_codec_begins_with_its_own_step() -> None:
+    plans = Planner(Settings(codec="fp16", codec_rules="head=evens"), 2)
+    for now in range(6):
+        plans.begin(now)
+        assert plans.active.codec == "fp16"
+        assert parse_rules(plans.active.codec_rules) == (("head", "evens" if now >= 4 else "none"),)
 
 
 # ---------------------------------------------------------------- on real ranks
@@ -242,7 +254,7 @@ def test_a_codec_that_saves_more_than_it_costs_is_kept(rank: int, start: int) ->
         assert_begins_at(told, start, "coarse")
         assert_told_alike(told)
         assert measured.call_count == 1
-        assert told.verdict == Verdict()
+        assert told.verdict == Verdict(frozenset({"coarse"}), 2)
         assert told.report.codec == "coarse"
         assert not [text for text in told.warnings if "exactly" in text]
 

@@ -71,7 +71,9 @@ class Codec(ABC):
         whole_params: chunks are cut between parameters only, and a parameter of two or more
             dimensions is a piece with `rows`.
         needs_feedback: it is another algorithm without its slots, and refused.
-        oracle: see `Oracle`; None where results are not defined bit for bit.
+        bitwise: results are the same bits on any machine. If not, ranks must run on CPUs of one
+            kind with as many threads each.
+        oracle: see `Oracle`.
     """
 
     name: ClassVar[str]
@@ -82,6 +84,7 @@ class Codec(ABC):
     for_all: ClassVar[bool] = False
     whole_params: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
+    bitwise: ClassVar[bool] = True
     oracle: ClassVar[Oracle | None] = None
 
     def __str__(self) -> str:

@@ -30,14 +30,24 @@ def load(family: str) -> ModuleType | None:
     """The module of that name here; None where numba is missing, which is said once."""
     if not _have_numba():
         return None
-    return import_module(f"{__name__}.{family}")
+    try:
+        return import_module(f"{__name__}.{family}")
+    except RuntimeError:  # a place for numba's cache: the package's folder, or the user's
+        if not JIT["cache"]:
+            raise
+        JIT["cache"] = False
+        logger.warning(
+            "codecs' kernels are compiled anew in every process, since numba finds no folder to "
+            "keep them in; set NUMBA_CACHE_DIR to one that can be written to"
+        )
+        return load.__wrapped__(family)
 
 
 @cache
 def _have_numba() -> bool:
     try:
         import_module("numba")
-    except ImportError as error:
+    except Exception as error:  # broken installations raise all sorts
         logger.warning(
             "numba cannot be imported (%s): codecs use torch instead, some of them several times "
             "as slowly; pip install numba",
