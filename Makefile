@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types micro bench clean
+.PHONY: help demo test lint format types micro bench codecs convergence clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,12 @@ micro: $(VENV)/dev  ## time what runs between the hook and the wire
 
 bench: $(VENV)/dev  ## measure step time against plain DDP on shaped links (root)
 	$(BIN)/python bench/step_time.py $(ARGS)
+
+codecs: $(VENV)/dev  ## time the codecs' kernels against plain torch
+	$(BIN)/python bench/codecs.py $(ARGS)
+
+convergence: $(VENV)/dev  ## train with every codec on a slow link (root)
+	$(BIN)/python bench/convergence.py $(ARGS)
 
 clean:  ## remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
