@@ -157,15 +157,6 @@ class TopK(Gathered):
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
 
-    def prepare(self) -> None:
-        """Compile."""
-        x = torch.ones(3)
-        wire = torch.empty(self.nbytes(3), dtype=torch.uint8)
-        self.encode(x, wire)
-        self.encode_feedback(x, torch.zeros(3), wire)
-        self.decode(wire, x)
-        self.decode_add(wire, x)
-
     def nbytes(self, numel: int, step: int | None = None) -> int:
         """Eight for each that is kept."""
         return 8 * kept(numel, self.ratio)
