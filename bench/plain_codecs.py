@@ -17,7 +17,7 @@ from commsched.codecs.lowrank import AcpSgd, PowerSgd
 from commsched.codecs.topk import TopK, kept
 from commsched.codecs.vote import Vote
 
-__all__ = ["plain_operations", "plain_rounds"]
+__all__ = ["has_plain_rounds", "plain_operations", "plain_rounds"]
 
 Action = Callable[[], object]
 
