@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 
 __all__ = ["draw"]
 
-TITLES = {"digits": "CNN, digits", "gpt": "character GPT", "gpt-adamw": "character GPT, AdamW"}
+TITLES = {"digits": "CNN, digits", "gpt": "character GPT"}
 AXES = (("steps", "steps"), ("seconds", "seconds"))
 TASK_INCHES = (10.0, 3.6)
 LEGEND_INCHES = 0.9
