@@ -282,17 +282,22 @@ def counted(rank: int, world_size: int, name: str) -> None:
         group = Group(member, Board(member), 4, 30.0)
         grad = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
         one_average(group, codec, grad, rows, 0)  # connects
-        dist.barrier()
-        before = links.wire_bytes()
-        dist.barrier()
-        own = torch.tensor([float(one_average(group, codec, grad, rows, 1))])
-        dist.barrier()
-        sent = (links.wire_bytes() - before) / world_size  # of all ranks: loopback
-        dist.all_reduce(own)
-        dist.barrier()
+        # Besides: barriers, acknowledgements, and headers of some messages.
+        most = 1.05 * theory + 20_000
+        for _ in range(10):  # others on this machine may use the loopback too
+            dist.barrier()
+            before = links.wire_bytes()
+            dist.barrier()
+            own = torch.tensor([float(one_average(group, codec, grad, rows, 1))])
+            dist.barrier()
+            # Of all ranks: loopback. Equal on all, or some would go on.
+            sent = torch.tensor([(links.wire_bytes() - before) / world_size])
+            dist.all_reduce(sent, dist.ReduceOp.MIN)
+            dist.all_reduce(own)
+            if sent <= most:
+                break
     assert abs(float(own) / world_size - theory) <= 0.05 * theory
-    # Besides: two barriers, acknowledgements and headers of some messages.
-    assert 0.95 * theory <= sent <= 1.05 * theory + 20_000, (sent, theory)
+    assert 0.95 * theory <= float(sent) <= most, (sent, theory)
 
 
 @pytest.mark.parametrize("name", LOSSY)
