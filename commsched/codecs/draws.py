@@ -1,6 +1,6 @@
 """Random numbers that are functions of a seed and an index: the same on every device.
 
-In torch and in NumPy here; in numba in `kernels.stochastic`.
+In torch and in NumPy here; in numba in `kernels.shared` and `kernels.stochastic`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["uniform", "uniform_oracle"]
+__all__ = ["mix", "mix_oracle", "uniform", "uniform_oracle"]
 
 _SEED_SALT = 0x9E3779B9
 _FACTORS = 0x7FEB352D, 0x846CA68B
@@ -30,26 +30,27 @@ def uniform(seed: int, index: torch.Tensor) -> torch.Tensor:
         seed: 0 to 2**32 - 1.
         index: integers, of which the lower 32 bits count.
     """
-    key = _mix(torch.tensor([seed ^ _SEED_SALT]).to(torch.int32))
-    word = _mix(index.to(torch.int32) ^ key)
+    key = mix(torch.tensor([seed ^ _SEED_SALT]).to(torch.int32))
+    word = mix(index.to(torch.int32) ^ key)
     return (word >> 8 & 0xFFFFFF).float().mul_(2.0**-24)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Of int32, whose shifts copy the sign; products wrap around as those of uint32 do."""
-    x = (x >> 16 & 0xFFFF).bitwise_xor_(x).mul_(_FACTORS[0])
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """Wellons' lowbias32 of each word, as int32, whose products wrap around as those of uint32."""
+    x = (x >> 16 & 0xFFFF).bitwise_xor_(x).mul_(_FACTORS[0])  # int32's shifts copy the sign
     x = (x >> 15 & 0x1FFFF).bitwise_xor_(x).mul_(_FACTORS[1] - (1 << 32))
     return (x >> 16 & 0xFFFF).bitwise_xor_(x)
 
 
-def uniform_oracle(seed: int, index: np.ndarray) -> np.ndarray:
+def mix_oracle(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`mix` in NumPy, of uint32."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(_FACTORS[0])
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(_FACTORS[1])
+    mixed: np.ndarray[Any, Any] = x ^ (x >> np.uint32(16))
+    return mixed
+
+
+def uniform_oracle(seed: int, index: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """`uniform` in NumPy, of uint32."""
-
-    def mix(x: Any) -> Any:
-        x = (x ^ (x >> np.uint32(16))) * np.uint32(_FACTORS[0])
-        x = (x ^ (x >> np.uint32(15))) * np.uint32(_FACTORS[1])
-        return x ^ (x >> np.uint32(16))
-
-    key = mix(np.array([seed ^ _SEED_SALT], np.uint32))
-    word: np.ndarray = mix(index ^ key)
-    return (word >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    key = mix_oracle(np.array([seed ^ _SEED_SALT], np.uint32))
+    return (mix_oracle(index ^ key) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)

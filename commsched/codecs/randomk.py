@@ -11,6 +11,7 @@ import torch
 
 from commsched.codecs import kernels
 from commsched.codecs.base import Codec, Oracle, Summed, WireSpec
+from commsched.codecs.draws import mix, mix_oracle
 from commsched.codecs.topk import check_ratio, clear, gather, kept, scatter
 
 if TYPE_CHECKING:
@@ -24,13 +25,6 @@ WORD = 0xFFFFFFFF
 # ---------------------------------------------------------------- drawing and checking
 
 
-def _mixed(word: torch.Tensor) -> torch.Tensor:
-    """lowbias32 of 32-bit words in int64; see `kernels.select`."""
-    word = ((word ^ (word >> 16)) * 0x7FEB352D) & WORD
-    word = ((word ^ (word >> 15)) * 0x846CA68B) & WORD  # what overflows is masked off
-    return word ^ (word >> 16)
-
-
 def _drawn(numel: int, count: int, seed: int) -> torch.Tensor:
     """One index of each of `count` strata, int32, ascending."""
     indices = torch.empty(count, dtype=torch.int32)
@@ -40,7 +34,8 @@ def _drawn(numel: int, count: int, seed: int) -> torch.Tensor:
         return indices
     bounds = torch.arange(count + 1) * numel // count
     low, width = bounds[:-1], bounds.diff()
-    words = _mixed((torch.arange(count) + _mixed(torch.tensor(seed))) & WORD)
+    salt = mix(torch.tensor([seed]).to(torch.int32))
+    words = mix(torch.arange(count, dtype=torch.int32) + salt).long() & WORD
     return indices.copy_(low + (words * width >> 32))
 
 
@@ -62,17 +57,12 @@ def _add_finite(grad: torch.Tensor, error: torch.Tensor) -> bool:
 # ---------------------------------------------------------------- the codec
 
 
-def _mixed_int(word: int) -> int:
-    word = ((word ^ (word >> 16)) * 0x7FEB352D) & WORD
-    word = ((word ^ (word >> 15)) * 0x846CA68B) & WORD
-    return word ^ (word >> 16)
-
-
 def _indices(codec: Codec, numel: int, seed: int) -> list[int]:
     assert isinstance(codec, RandomK)
     count = kept(numel, codec.ratio)
     bounds = [j * numel // count for j in range(count + 1)]
-    words = [_mixed_int((j + _mixed_int(seed)) & WORD) for j in range(count)]
+    salt = mix_oracle(np.array([seed], np.uint32))
+    words = mix_oracle(np.arange(count, dtype=np.uint32) + salt).tolist()
     return [
         low + (word * (high - low) >> 32)
         for low, high, word in zip(bounds[:-1], bounds[1:], words, strict=True)

@@ -3,8 +3,8 @@
 The tables of all formats are one global array each, which numba compiles in as constants: loops
 that read an argument by computed index and write another cannot be vectorised, since the two
 might overlap. A format is told by where its part begins. After a change of the tables in
-`codecs.float8`, or of what comes from `kernels.integer`, touch this file: numba's cache looks at
-nothing else.
+`codecs.float8`, or of what comes from `kernels.integer` and `kernels.shared`, touch this file:
+numba's cache looks at nothing else.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from numba import njit
 from commsched.codecs.blocks import most_scale
 from commsched.codecs.float8 import FORMATS
 from commsched.codecs.kernels import JIT
-from commsched.codecs.kernels.integer import Kernels, add, peak_of, scale_of, settle
+from commsched.codecs.kernels.integer import Kernels, scale_of, settle
+from commsched.codecs.kernels.shared import MAGNITUDE, Array, add, peak_of
 
 __all__ = ["KERNELS"]
-
-Array = np.ndarray[Any, Any]
 
 _jit: Any = njit(**JIT)
 
 LOOKUP = np.concatenate([table.lookup for table in FORMATS.values()])
 VALUES = np.concatenate([table.values for table in FORMATS.values()])
 
-MAGNITUDE = np.uint32(0x7FFFFFFF)
 LOW_BITS = np.uint32(0xFFFF)
 SIGN = np.uint32(0x80)
 HALF = np.uint32(16)
@@ -71,7 +69,7 @@ def _encode(spec: Spec, grad: Array, scales: Array, codes: Array, block: int) ->
     for b in range(scales.size):
         start, end = b * block, min(b * block + block, grad.size)
         x = grad[start:end]
-        scale, inverse = scale_of(peak_of(x), spec[3], spec[4])
+        scale, inverse = scale_of(peak_of(x.view(np.uint32)), spec[3], spec[4])
         scales[b] = scale
         if inverse == ZERO:
             codes[start:end] = 0
@@ -87,7 +85,7 @@ def _encode_feedback(
         start, end = b * block, min(b * block + block, grad.size)
         u = error[start:end]
         add(grad[start:end], u)
-        scale, inverse = scale_of(peak_of(u), spec[3], spec[4])
+        scale, inverse = scale_of(peak_of(u.view(np.uint32)), spec[3], spec[4])
         scales[b] = scale
         if inverse == ZERO:
             codes[start:end] = 0

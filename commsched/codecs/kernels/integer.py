@@ -14,16 +14,12 @@ from numba import njit
 
 from commsched.codecs.blocks import most_scale
 from commsched.codecs.kernels import JIT
+from commsched.codecs.kernels.shared import INF, NAN, Array, add, peak_of
 
-__all__ = ["INT4", "INT8", "Kernels", "add", "peak_of", "scale_of", "settle"]
-
-Array = np.ndarray[Any, Any]
+__all__ = ["INT4", "INT8", "Kernels", "scale_of", "settle"]
 
 _jit: Any = njit(**JIT)
 
-MAGNITUDE = np.uint32(0x7FFFFFFF)
-INF = np.uint32(0x7F800000)
-NAN = np.float32(np.nan)
 ZERO = np.float32(0)
 LOW_NIBBLE = np.int32(15)
 
@@ -44,17 +40,6 @@ class Kernels(NamedTuple):
 
 
 @_jit
-def peak_of(x: Array) -> np.uint32:
-    """The bits of the largest magnitude: NaN above Inf above all others."""
-    bits = x.view(np.uint32)
-    peak = np.uint32(0)
-    for i in range(bits.size):
-        magnitude = bits[i] & MAGNITUDE
-        peak = magnitude if magnitude > peak else peak
-    return peak
-
-
-@_jit
 def scale_of(peak: np.uint32, top: np.float32, most: np.float32) -> tuple[np.float32, np.float32]:
     """A block's scale, and what its numbers are multiplied by: 0 where nothing of it travels."""
     if peak >= INF:
@@ -64,13 +49,6 @@ def scale_of(peak: np.uint32, top: np.float32, most: np.float32) -> tuple[np.flo
     if inverse == np.float32(np.inf):
         return ZERO, ZERO
     return min(largest / top, most), inverse
-
-
-@_jit
-def add(grad: Array, error: Array) -> None:
-    """Add the gradients to what was kept of earlier ones."""
-    for i in range(error.size):
-        error[i] = grad[i] + error[i]
 
 
 @_jit
@@ -115,7 +93,7 @@ def _encode8(grad: Array, scales: Array, codes: Array, block: int) -> None:
     for b in range(scales.size):
         start, end = b * block, min(b * block + block, grad.size)
         x = grad[start:end]
-        scale, inverse = scale_of(peak_of(x), TOP8, MOST8)
+        scale, inverse = scale_of(peak_of(x.view(np.uint32)), TOP8, MOST8)
         scales[b] = scale
         if inverse == ZERO:
             signed[start:end] = 0
@@ -130,7 +108,7 @@ def _encode_feedback8(grad: Array, error: Array, scales: Array, codes: Array, bl
         start, end = b * block, min(b * block + block, grad.size)
         u = error[start:end]
         add(grad[start:end], u)
-        scale, inverse = scale_of(peak_of(u), TOP8, MOST8)
+        scale, inverse = scale_of(peak_of(u.view(np.uint32)), TOP8, MOST8)
         scales[b] = scale
         if inverse == ZERO:
             signed[start:end] = 0
@@ -210,7 +188,7 @@ def _encode4(grad: Array, scales: Array, codes: Array, block: int) -> None:
     for b in range(scales.size):
         start, end = b * block, min(b * block + block, grad.size)
         x, own = grad[start:end], signed[start // 2 : (end + 1) // 2]
-        scale, inverse = scale_of(peak_of(x), TOP4, MOST4)
+        scale, inverse = scale_of(peak_of(x.view(np.uint32)), TOP4, MOST4)
         scales[b] = scale
         if inverse == ZERO:
             own[:] = 0
@@ -225,7 +203,7 @@ def _encode_feedback4(grad: Array, error: Array, scales: Array, codes: Array, bl
         start, end = b * block, min(b * block + block, grad.size)
         u, own = error[start:end], signed[start // 2 : (end + 1) // 2]
         add(grad[start:end], u)
-        scale, inverse = scale_of(peak_of(u), TOP4, MOST4)
+        scale, inverse = scale_of(peak_of(u.view(np.uint32)), TOP4, MOST4)
         scales[b] = scale
         if inverse == ZERO:
             own[:] = 0

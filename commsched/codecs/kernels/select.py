@@ -18,6 +18,7 @@ import numpy as np
 from numba import njit, uint64
 
 from commsched.codecs.kernels import JIT
+from commsched.codecs.kernels.shared import INF, MAGNITUDE, Array, add, mix, peak_of
 
 __all__ = [
     "add_finite",
@@ -33,28 +34,14 @@ __all__ = [
     "strata",
 ]
 
-Array = np.ndarray[Any, Any]
-
 BLOCK = 16  # numbers under one peak
 TILE = 4096  # numbers added up before their peaks are taken, so that they are still in the cache
-MAGNITUDE = np.uint32(0x7FFFFFFF)
-INF = np.uint32(0x7F800000)
 DIGITS = ((20, 11), (10, 10), (0, 10))  # (lowest bit, bits) of a magnitude's three digits
 
 _jit: Any = njit(**JIT)
 
 
 # ---------------------------------------------------------------- peaks
-
-
-@_jit
-def _peak(bits: Array) -> np.uint32:
-    """The largest magnitude."""
-    peak = np.uint32(0)
-    for i in range(bits.size):
-        magnitude = bits[i] & MAGNITUDE
-        peak = magnitude if magnitude > peak else peak
-    return peak
 
 
 @_jit
@@ -69,13 +56,7 @@ def _peaks(bits: Array, peaks: Array) -> None:
             peak = magnitude if magnitude > peak else peak
         peaks[uint64(b)] = peak
     if whole < peaks.size:
-        peaks[whole] = _peak(bits[whole * BLOCK :])
-
-
-@_jit
-def _add(grad: Array, error: Array) -> None:
-    for i in range(error.size):
-        error[i] = grad[i] + error[i]
+        peaks[whole] = peak_of(bits[whole * BLOCK :])
 
 
 @_jit
@@ -177,7 +158,7 @@ def select(x: Array, indices: Array) -> bool:
     peaks = np.empty((x.size + BLOCK - 1) // BLOCK, np.uint32)
     _peaks(bits, peaks)
     _largest(bits, peaks, indices)
-    return bool(_peak(peaks) < INF)
+    return bool(peak_of(peaks) < INF)
 
 
 @_jit
@@ -186,10 +167,10 @@ def add_select(grad: Array, error: Array, indices: Array) -> bool:
     bits = error.view(np.uint32)
     peaks = np.empty((error.size + BLOCK - 1) // BLOCK, np.uint32)
     for t in range(0, error.size, TILE):
-        _add(grad[t : t + TILE], error[t : t + TILE])
+        add(grad[t : t + TILE], error[t : t + TILE])
         _peaks(bits[t : t + TILE], peaks[t // BLOCK : (t + TILE) // BLOCK])
     _largest(bits, peaks, indices)
-    return bool(_peak(peaks) < INF)
+    return bool(peak_of(peaks) < INF)
 
 
 @_jit
@@ -204,7 +185,7 @@ def momentum_select(
         _add_momentum(grad[t:end], velocity[t:end], error[t:end], momentum)
         _peaks(bits[t:end], peaks[t // BLOCK : end // BLOCK])
     _largest(bits, peaks, indices)
-    return bool(_peak(peaks) < INF)
+    return bool(peak_of(peaks) < INF)
 
 
 @_jit
@@ -226,23 +207,13 @@ def elect(ballots: Array, start: int, votes: Array, indices: Array) -> None:
 
 
 @_jit
-def _mixed(word: np.uint32) -> np.uint32:
-    """An integer hash: lowbias32 (github.com/skeeto/hash-prospector). Cast, as numba widens."""
-    word = np.uint32(word ^ (word >> np.uint32(16)))
-    word = np.uint32(word * np.uint32(0x7FEB352D))
-    word = np.uint32(word ^ (word >> np.uint32(15)))
-    word = np.uint32(word * np.uint32(0x846CA68B))
-    return np.uint32(word ^ (word >> np.uint32(16)))
-
-
-@_jit
 def strata(numel: int, seed: int, indices: Array) -> None:
     """Draw one index from each of as many equal parts of `numel`."""
-    salt = _mixed(np.uint32(seed))
+    salt = mix(np.uint32(seed))
     low = uint64(0)
     for j in range(indices.size):
         high = (uint64(j) + uint64(1)) * uint64(numel) // uint64(indices.size)
-        drawn = uint64(_mixed(np.uint32(np.uint32(j) + salt)))
+        drawn = uint64(mix(np.uint32(np.uint32(j) + salt)))
         indices[j] = low + (drawn * (high - low) >> uint64(32))
         low = high
 
@@ -250,7 +221,7 @@ def strata(numel: int, seed: int, indices: Array) -> None:
 @_jit
 def is_finite(x: Array) -> bool:
     """Whether all of `x` is."""
-    return bool(_peak(x.view(np.uint32)) < INF)
+    return bool(peak_of(x.view(np.uint32)) < INF)
 
 
 @_jit
@@ -259,8 +230,8 @@ def add_finite(grad: Array, error: Array) -> bool:
     bits = error.view(np.uint32)
     peak = np.uint32(0)
     for t in range(0, error.size, TILE):
-        _add(grad[t : t + TILE], error[t : t + TILE])
-        peak = max(peak, _peak(bits[t : t + TILE]))
+        add(grad[t : t + TILE], error[t : t + TILE])
+        peak = max(peak, peak_of(bits[t : t + TILE]))
     return bool(peak < INF)
 
 

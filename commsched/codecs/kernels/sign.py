@@ -13,13 +13,10 @@ import numpy as np
 from numba import float32, float64, njit, uint8, uint64
 
 from commsched.codecs.kernels import JIT
+from commsched.codecs.kernels.shared import LANES, NAN, Array, fold
 
-__all__ = ["LANES", "decode", "decode_add", "encode", "encode_feedback", "fold"]
+__all__ = ["decode", "decode_add", "encode", "encode_feedback"]
 
-Array = np.ndarray[Any, Any]
-
-LANES = 64
-NAN = np.float32(np.nan)
 FIRST_BYTES = np.uint64(0x0101010101010101)  # 1 in each byte
 DIAGONAL = np.uint64(0x8040201008040201)  # bit k in byte k
 GATHER = np.uint64(0x0102040810204080)  # times bytes of 0 or 1: byte k's moves to bit 56 + k
@@ -28,18 +25,6 @@ _jit: Any = njit(**JIT)
 
 
 # ---------------------------------------------------------------- scales
-
-
-@_jit
-def fold(lanes: Array) -> float:
-    """The sum of the lanes: the upper half is added to the lower, until one is left."""
-    half = uint64(lanes.size >> 1)
-    while half > uint64(0):
-        for i in range(half):
-            lanes[i] += lanes[i + half]
-        half >>= uint64(1)
-    total: float = lanes[0]
-    return total
 
 
 @_jit

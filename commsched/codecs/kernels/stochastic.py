@@ -15,7 +15,7 @@ import numpy as np
 from numba import float32, float64, int8, int32, njit, uint8, uint32
 
 from commsched.codecs.kernels import JIT
-from commsched.codecs.kernels.sign import LANES, fold
+from commsched.codecs.kernels.shared import INF, LANES, NAN, Array, fold, mix, peak_of
 
 __all__ = [
     "qsgd_decode",
@@ -27,10 +27,6 @@ __all__ = [
     "uniform",
 ]
 
-Array = np.ndarray[Any, Any]
-
-NAN = np.float32(np.nan)
-INF = np.uint32(0x7F800000)
 LARGEST = float(np.finfo(np.float32).max)
 TO_UNIT = np.float32(2.0**-24)
 
@@ -41,23 +37,13 @@ _jit: Any = njit(**JIT)
 
 
 @_jit
-def _mix(x: np.uint32) -> Any:
-    """See `commsched.codecs.stochastic.uniform`. numba would go on in 64 bits: hence the casts."""
-    x = uint32(x ^ (x >> uint32(16)))
-    x = uint32(x * uint32(0x7FEB352D))
-    x = uint32(x ^ (x >> uint32(15)))
-    x = uint32(x * uint32(0x846CA68B))
-    return uint32(x ^ (x >> uint32(16)))
-
-
-@_jit
 def _key(seed: int) -> Any:
-    return _mix(uint32(seed) ^ uint32(0x9E3779B9))
+    return mix(uint32(seed) ^ uint32(0x9E3779B9))
 
 
 @_jit
 def _draw(key: np.uint32, index: int) -> Any:
-    return float32(int32(_mix(uint32(index) ^ key) >> uint32(8))) * TO_UNIT
+    return float32(int32(mix(uint32(index) ^ key) >> uint32(8))) * TO_UNIT
 
 
 @_jit
@@ -84,16 +70,6 @@ def _square(values: Array, lanes: Array) -> float:
     _add_squares(values[values.size // LANES * LANES :], lanes)
     total: float = fold(lanes)
     return total
-
-
-@_jit
-def _largest(words: Array) -> np.uint32:
-    """The largest magnitude, as the float's bits: NaN is above Inf, and that above all others."""
-    top = uint32(0)
-    for word in words:
-        magnitude = word & uint32(0x7FFFFFFF)
-        top = magnitude if magnitude > top else top
-    return top
 
 
 # ---------------------------------------------------------------- ternary
@@ -145,7 +121,7 @@ def ternary_encode(
     key = _key(seed)
     for b in range(scales.size):
         values = grad[b * block : (b + 1) * block]
-        tops[b] = _largest(values.view(np.uint32))
+        tops[b] = peak_of(values.view(np.uint32))
         if tops[b] >= INF:
             scales[b] = NAN
         elif clip > 0.0:
