@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commsched import codecs
+from commsched.cutting import joined
 from commsched.errors import CommSchedError
 from commsched.group import Group
 from commsched.layout import Chunk, Layout, Piece, digest_of, first_names
@@ -195,7 +196,7 @@ def _tasks_in(plan: Plan, layout: Layout) -> list[Task]:
             found = [(places[s.param], s.param_start, s.numel) for s in spans]
             pieces = [_piece(place, start, numel, whole) for place, start, numel in found]
             spec = layout.buckets[pieces[0].bucket]
-            chunk = Chunk(tuple(pieces if whole else _joined(pieces)), spec.dtype, spec.sparse)
+            chunk = Chunk(tuple(pieces if whole else joined(pieces)), spec.dtype, spec.sparse)
             tasks.append(replace(task, index=len(tasks), chunk=chunk))
     return tasks
 
@@ -204,18 +205,6 @@ def _piece(place: Any, start: int, numel: int, whole: bool) -> Piece:
     bucket, offset, param = place
     rows = param.shape[0] if whole and len(param.shape) > 1 else 0
     return Piece(bucket, offset + start, numel, rows)
-
-
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Neighbours as one piece."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else Piece(-1, 0, 0)
-        if last.bucket == piece.bucket and last.start + last.numel == piece.start:
-            joined[-1] = Piece(last.bucket, last.start, last.numel + piece.numel)
-        else:
-            joined.append(piece)
-    return joined
 
 
 def gathered(own: Slots, group: Group) -> list[Slots]:

@@ -47,7 +47,7 @@ class Iterations:
         if begins or self.running.closed:
             self._begin(lane, begins)
         self.running.add(job)
-        if self.running.resumes and self._planner.saved_plan() is not None:
+        if self.running.resumes and self._planner.saved_plan is not None:
             self._planner.resume()
         if job.tasks_left == 0:  # no elements
             self._outstanding.finish(job)
@@ -78,7 +78,7 @@ class Iterations:
             self._planner.unmeasured,
             self.running.next_plan(),
             self._memory.step,
-            self._planner.saved_plan(),
+            self._planner.saved_plan,
         )
 
     def close(self, lane: Lane, over: bool) -> bool:

@@ -11,13 +11,12 @@ from functools import partial
 import torch
 
 from commsched import exchange
-from commsched.codecs import Codec
 from commsched.exchange import Transfer
 from commsched.jobs import Run
 from commsched.memory import Memory
-from commsched.parcel import Parcel, Rounds
+from commsched.parcel import Parcel, Rounds, resumed
 
-__all__ = ["Packer", "wants_feedback"]
+__all__ = ["Packer"]
 
 
 class Packer:
@@ -49,23 +48,23 @@ class Packer:
     def unpack(self, run: Run, result: torch.Tensor) -> None:
         """Go on with `result`, what the exchange returned; in the end the buckets hold means."""
         assert run.rounds is not None
-        run.following = _resumed(run.rounds, result)
+        run.following = resumed(run.rounds, result)
 
     def _rounds(self, run: Run) -> Rounds:
-        if run.chunk.sparse:
+        chunk, codec = run.chunk, run.codec
+        if chunk.sparse:
             return self._sparse(run)
-        if run.task.codec == "none":
+        if codec.name == "none":
             return self._split(run) if run.task.op == "reduce_scatter" else self._exact(run)
-        codec = run.codec
         parcel = Parcel(
-            run.chunk,
-            tuple(run.plan.layout.spans(run.chunk)),
+            chunk,
+            tuple(run.plan.layout.spans(chunk)),
             run.views(),
             self._rank,
             self._world_size,
             run.step,
             self._memory,
-            wants_feedback(codec, self._feedback),
+            codec.keeps_errors(self._feedback),
             self._pool,
         )
         return codec.rounds(parcel)
@@ -108,18 +107,6 @@ class Packer:
         if len(views) > 1:
             torch._foreach_copy_(views, _split_like(flat, views))
             self._pool.give(flat)
-
-
-def wants_feedback(codec: Codec, setting: str) -> bool:
-    """Whether `error_feedback` means that this codec's errors are kept."""
-    return codec.biased if setting == "auto" else setting == "1"
-
-
-def _resumed(rounds: Rounds, result: torch.Tensor) -> Transfer | None:
-    try:
-        return rounds.send(result)
-    except StopIteration:
-        return None
 
 
 def _split_like(flat: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from commsched.exchange import Pool, Transfer
 from commsched.layout import Chunk, Span
 from commsched.memory import Memory
 
-__all__ = ["Parcel", "Rounds"]
+__all__ = ["Parcel", "Rounds", "resumed"]
 
 
 # A codec's work on one chunk: yields a transfer for each of its `ops`, and is resumed with what
@@ -90,6 +90,14 @@ class Parcel:
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(flat, [view.numel() for view in self.views]))
+
+
+def resumed(rounds: Rounds, result: torch.Tensor) -> Transfer | None:
+    """The next transfer, given what the exchange of the last one returned; None after the last."""
+    try:
+        return rounds.send(result)
+    except StopIteration:
+        return None
 
 
 def _one_range(views: Sequence[torch.Tensor]) -> bool:

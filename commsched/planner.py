@@ -12,7 +12,6 @@ from commsched.checkpoint import Checkpoint, moved
 from commsched.codecs.base import WARM_UP
 from commsched.lane import Lane
 from commsched.layout import Layout
-from commsched.packer import wants_feedback
 from commsched.plan import Plan, agree
 from commsched.pricing import coding_s, price
 from commsched.probe import agree_on_median, agree_on_profile, probe_link
@@ -83,6 +82,7 @@ class Planner:
         active: the settings as they are in effect: without codecs that have not begun, or are
             refused. Likewise.
         verdict: None before codecs were priced. Likewise.
+        saved_plan: that of the run that is being resumed, while DDP may still come to its buckets.
     """
 
     def __init__(
@@ -107,33 +107,33 @@ class Planner:
                 self.verdict = verdict
         self._step = 0
         self.active = self._effective()
+        self.saved_plan: Plan | None = None
         self._planned_with = self.active
 
     def begin(self, step: int) -> None:
         """Iteration `step` begins. Counted alike on all ranks; no conversation."""
         self._step = step
         self.active = self._effective()
+        self.saved_plan = self._plan_of_resumed()
 
     def unmeasured(self, layout: Layout) -> Plan:
         """This rank's plan before anything is measured: as the resumed run's, if that fits."""
-        saved = self.saved_plan()
+        saved = self.saved_plan
         first = self._resumed is not None and self._step == self._resumed.step + 1
         plan = moved(saved, layout) if saved is not None and first else None
         return plan or self._by_policy(layout)
 
-    def saved_plan(self) -> Plan | None:
-        """The plan of the run that is being resumed, while DDP may still come to its buckets."""
+    def _plan_of_resumed(self) -> Plan | None:
         if self._resumed is None or self._step > self._resumed.step + REBUILT:
             return None
         return self._resumed.plan_now(self.active, self._by_policy)
 
     def resume(self) -> None:
         """The buckets of the resumed run have come: go on by its plan."""
-        plan = self.saved_plan()
-        assert plan is not None
-        self.made = Made(plan, None)
+        assert self.saved_plan is not None
+        self.made = Made(self.saved_plan, None)
         self._planned_with = self.active
-        self._resumed = None
+        self._resumed = self.saved_plan = None
 
     def _by_policy(self, layout: Layout) -> Plan:
         return self._policy(Profile.unmeasured(layout, self._world_size), self.active)
@@ -197,7 +197,7 @@ class Planner:
         link = link or probe_link(lane.group)
         prices = []
         for codec in sorted(self._starts):
-            feedback = wants_feedback(codecs.get(codec), self._settings.error_feedback)
+            feedback = codecs.get(codec).keeps_errors(self._settings.error_feedback)
             own_s = coding_s(codec, self._world_size, feedback)
             agreed_s = agree_on_median(lane.group, own_s)
             prices.append(price(codec, agreed_s, link, self._world_size))

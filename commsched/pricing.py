@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from commsched.codecs import Codec
 from commsched.exchange import Pool, Transfer, sent_share
 from commsched.layout import Chunk, Piece, Span
 from commsched.memory import Memory
-from commsched.parcel import Parcel
+from commsched.parcel import Parcel, resumed
 from commsched.plan import Task
 from commsched.profile import Link
 
@@ -88,21 +88,19 @@ def _timed(codec: Codec, world_size: int, feedback: bool) -> Iterator[float]:
         rounds = codec.rounds(parcel)
         transfer: Transfer | None = next(rounds)
         while transfer is not None:
-            transfer = _answered(rounds, transfer, mirror)
+            transfer = resumed(rounds, _answer(transfer, mirror))
         if step > LATE:  # the first one makes the buffers
             yield time.perf_counter() - began_s - mirror.own_s
 
 
-def _answered(rounds: Any, transfer: Transfer, mirror: _Mirror) -> Transfer | None:
+def _answer(transfer: Transfer, mirror: _Mirror) -> torch.Tensor:
+    """What the exchange returns, by way of the mirror."""
     stages = transfer.start(mirror)
     next(stages)
     try:
         stages.send([transfer.wire])
     except StopIteration as stop:
-        try:
-            return cast(Transfer, rounds.send(stop.value))
-        except StopIteration:
-            return None
+        return cast(torch.Tensor, stop.value)
     raise AssertionError("an exchange starts one collective")
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from commsched import codecs
-from commsched.layout import BucketSpec, Chunk, Kind, Layout, ParamSpec, cut
+from commsched.cutting import Kind, cut
+from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec
 from commsched.plan import Task
 
 if TYPE_CHECKING:

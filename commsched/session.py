@@ -73,17 +73,14 @@ class Session:
         self.buckets = buckets
         self.exposure = Exposure()
         self.memory = Memory()
-        member = Membership(process_group, buckets.digest)
+        self._member = member = Membership(process_group, buckets.digest)
         if resumed is not None:
-            resumed.refuse_other_model(buckets.numels)
-            resumed.restore(self.memory, member.rank, len(member.ranks))
-            resumed = resumed.without_tensors()
+            resumed = self._restore(resumed)
         ddp = buckets.ddp
         # Before any thread is started, since it may refuse.
         if optimizers:
             Overlap.refuse(ddp, optimizers)
         self.engine = Engine(member, settings, self.memory, bool(optimizers), resumed)
-        self._member = member
         self.overlap: Overlap | None = None
         if optimizers and ddp is not None:
             self.overlap = Overlap(ddp, optimizers, self.engine, wanted=chosen)
@@ -204,6 +201,12 @@ class Session:
         begin_s = time.monotonic()
         self._wait(lambda: all(job.done.is_set() for job in step.jobs if job.visible))
         self.overlap.recorder.waited(begin_s, time.monotonic())
+
+    def _restore(self, resumed: Checkpoint) -> Checkpoint:
+        """Fill the memory; what is needed besides."""
+        resumed.refuse_other_model(self.buckets.numels)
+        resumed.restore(self.memory, self._member.rank, len(self._member.ranks))
+        return resumed.without_tensors()
 
     def checkpoint(self, gather: bool) -> Checkpoint:
         """What must be saved to go on from here.

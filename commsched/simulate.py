@@ -19,7 +19,8 @@ from heapq import heappop, heappush
 import torch
 
 from commsched import codecs
-from commsched.layout import Chunk, Piece, cut
+from commsched.cutting import cut
+from commsched.layout import Chunk, Piece
 from commsched.plan import Plan, Task
 from commsched.profile import ParamTimes, Profile
 

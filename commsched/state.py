@@ -92,7 +92,8 @@ class State:
         for codec in map(codecs.get, used(self.settings)):
             if codec.needs_feedback and self.settings.error_feedback == "0":
                 raise SettingsError(f"codec {codec.name!r} does not work with error_feedback='0'")
-            codec.prepare()  # not in the first step, where other ranks would wait
+            if self.settings.enabled:
+                codec.prepare()  # not in the first step, where other ranks would wait
 
     @property
     def settings(self) -> Settings:

@@ -11,7 +11,6 @@ from commsched.codecs import Codec
 from commsched.exchange import Pool, Transfer
 from commsched.layout import Chunk, Piece, Span
 from commsched.memory import Memory
-from commsched.packer import wants_feedback
 from commsched.parcel import Parcel
 
 __all__ = ["World"]
@@ -49,7 +48,7 @@ class World:
     def __init__(self, codec: Codec, size: int, feedback: str = "auto") -> None:
         self.codec = codec
         self.size = size
-        self.feedback = wants_feedback(codec, feedback)
+        self.feedback = codec.keeps_errors(feedback)
         self.memories = [Memory() for _ in range(size)]
         self.pools = [Pool() for _ in range(size)]
         self.sent_bytes = [0] * size

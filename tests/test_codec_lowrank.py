@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from commsched.codecs.factors import drawn, orthonormal, subtract
 from commsched.codecs.lowrank import AcpSgd, PowerSgd
+from commsched.cutting import Kind, cut
 from commsched.exchange import Pool, Transfer, sent_share
-from commsched.layout import BucketSpec, Chunk, Kind, Layout, ParamSpec, Piece, cut
+from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece
 from commsched.memory import Memory
 from commsched.parcel import Parcel
 

@@ -13,18 +13,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commsched.layout import (
-    ALIGN_BYTES,
-    BucketSpec,
-    Chunk,
-    Kind,
-    KindOf,
-    Layout,
-    ParamSpec,
-    Piece,
-    cut,
-    first_names,
-)
+from commsched.cutting import ALIGN_BYTES, Kind, KindOf, cut
+from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece, first_names
 from tests.mixed import shaped
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "complex64")

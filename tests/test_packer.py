@@ -14,7 +14,6 @@ from commsched import codecs
 from commsched.exchange import Pool
 from commsched.layout import BucketSpec, Layout, ParamSpec
 from commsched.memory import Memory
-from commsched.packer import wants_feedback
 from commsched.parcel import Parcel
 from tests.mixed import registered
 from tests.packing import (
@@ -349,7 +348,7 @@ def test_errors_are_kept_where_the_setting_or_the_codec_says(
     rank = rank_of(plan_for(layout, codec, 4096, 0), buffers_of(layout, 0), feedback=feedback)
     send([rank])
     assert ("error" in rank.memory.slots()) == kept
-    assert wants_feedback(codecs.get(codec), feedback) == kept
+    assert codecs.get(codec).keeps_errors(feedback) == kept
 
 
 @pytest.mark.parametrize("codec", [*CASTS, "coarse"])

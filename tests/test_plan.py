@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from commsched import codecs, policies
 from commsched.codecs import ByteCodec, Summed
+from commsched.cutting import cut
 from commsched.errors import CommSchedError
-from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece, cut
+from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece
 from commsched.plan import Plan, Task, agree
 from commsched.policies import fifo
 from commsched.profile import Profile

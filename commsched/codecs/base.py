@@ -100,6 +100,10 @@ class Codec(ABC):
         """Whether gradients of `dtype` gain from it; the others travel as they are."""
         return dtype.is_floating_point
 
+    def keeps_errors(self, setting: str) -> bool:
+        """Whether the setting `error_feedback` means that this codec's errors are kept."""
+        return self.biased if setting == "auto" else setting == "1"
+
     def prepare(self) -> None:  # noqa: B027
         """Compile what has to be compiled. Called before the first step; safe to call again."""
 

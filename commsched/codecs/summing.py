@@ -27,11 +27,7 @@ def all_reduce(codec: Summed, parcel: Parcel) -> Rounds:
     seed = parcel.seed()
     spec = codec.wire(parcel.chunk, 0, parcel.step)
     wire = parcel.pool.take(spec.dtype, spec.numel)
-    error = parcel.slot("error")
-    if error is not None:
-        codec.encode_feedback(grad, error, wire, seed)
-    else:
-        codec.encode(grad, wire, seed)
+    _encode(codec, grad, parcel.slot("error"), wire, seed)
     total = yield exchange.summed(wire, parcel.size)
     codec.decode(total, grad, seed)
     parcel.pool.give(wire)
@@ -98,7 +94,7 @@ def shards(codec: ByteCodec, parcel: Parcel) -> Rounds:
 
 
 def _encode(
-    codec: ByteCodec,
+    codec: Summed | ByteCodec,
     grad: torch.Tensor,
     error: torch.Tensor | None,
     out: torch.Tensor,
