@@ -11,31 +11,10 @@ from commsched.codecs import Codec
 from commsched.exchange import Pool, Transfer
 from commsched.layout import Chunk, Piece, Span
 from commsched.memory import Memory
-from commsched.parcel import Parcel
+from commsched.parcel import Parcel, resumed
+from tests.simulated_group import exchanged
 
 __all__ = ["World"]
-
-
-class _Rank:
-    """A group's one member: keeps the collective it is asked for until all have asked."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.call: Any = None
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        self.call = ("sum", tensor)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        inp: torch.Tensor,
-        out_sizes: Sequence[int],
-        in_sizes: Sequence[int],
-    ) -> Any:
-        assert (out.numel(), inp.numel()) == (sum(out_sizes), sum(in_sizes))
-        self.call = ("swap", out.split(list(out_sizes)), inp.split(list(in_sizes)))
 
 
 class World:
@@ -92,48 +71,9 @@ class World:
     def _drive(self, each: list[Any]) -> None:
         transfers: list[Transfer | None] = [next(rounds) for rounds in each]
         for number, _ in enumerate(self.codec.ops):
-            results = self._collective([t for t in transfers if t is not None])
-            transfers = [_go_on(r, result) for r, result in zip(each, results, strict=True)]
+            sent = [transfer for transfer in transfers if transfer is not None]
+            for rank, transfer in enumerate(sent):
+                self.sent_bytes[rank] += transfer.sent_bytes
+            results = exchanged(sent)
+            transfers = [resumed(r, result) for r, result in zip(each, results, strict=True)]
             assert all((t is None) == (number + 1 == len(self.codec.ops)) for t in transfers)
-
-    def _collective(self, transfers: list[Transfer]) -> list[torch.Tensor]:
-        ranks = [_Rank(rank, self.size) for rank in range(self.size)]
-        stages = [t.start(rank) for t, rank in zip(transfers, ranks, strict=True)]
-        for rank, one in enumerate(stages):
-            next(one)
-            self.sent_bytes[rank] += transfers[rank].sent_bytes
-        _perform(ranks)
-        return [_result(one) for one in stages]
-
-
-def _go_on(rounds: Any, result: torch.Tensor) -> Any:
-    try:
-        return rounds.send(result)
-    except StopIteration:
-        return None
-
-
-def _result(stages: Any) -> torch.Tensor:
-    try:
-        stages.send([])
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("an exchange starts one collective")
-
-
-def _perform(ranks: list[_Rank]) -> None:
-    kinds = {rank.call[0] for rank in ranks}
-    assert len(kinds) == 1, kinds
-    if kinds == {"sum"}:
-        total = ranks[0].call[1].clone()
-        for rank in ranks[1:]:
-            total += rank.call[1]
-        for rank in ranks:
-            rank.call[1].copy_(total)
-        return
-    for receiver in ranks:
-        for sender in ranks:
-            sent = sender.call[2][receiver.rank]
-            got = receiver.call[1][sender.rank]
-            assert sent.numel() == got.numel()
-            got.copy_(sent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,12 +16,25 @@ if _TESTS not in [str(path) for path in getattr(sys.modules.get("tests"), "__pat
     _package.__path__ = [_TESTS]
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 
+from commsched.codecs import kernels  # noqa: E402
 from tests import distributed  # noqa: E402
 
 # A busy machine is no reason to fail.
 hypothesis.settings.register_profile("calm", deadline=None)
 hypothesis.settings.load_profile("calm")
+
+
+@pytest.fixture(params=["numba", "torch"], scope="module")
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A module's tests twice: with the kernels, and with the torch code that stands in for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(kernels, "load", lambda _: None)
+        else:
+            assert kernels.load("select") is not None  # numba is installed
+        yield request.param
 
 
 def pytest_sessionfinish() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from commsched.plan import Plan, Task
 from commsched.policies import get as get_policy
 from commsched.profile import Profile
 from commsched.settings import MB, Settings
+from tests.simulated_group import exchanged
 
 __all__ = [
     "Simulated",
@@ -43,20 +43,6 @@ class Simulated:
     memory: Memory
     jobs: list[Job]
     runs: list[Run] = field(default_factory=list)
-
-
-class Lane:
-    """The collectives of one rank: what it has asked for."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.call: tuple[Any, ...] = ()
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        self.call = ("all_reduce", tensor)
-
-    def all_to_all(self, out: Any, inp: Any, out_sizes: Any, in_sizes: Any) -> Any:
-        self.call = ("all_to_all", out.split(list(out_sizes)), inp.split(list(in_sizes)))
 
 
 COLLECTIVE = {"all_reduce": "all_reduce"}  # the others are all-to-alls
@@ -134,36 +120,7 @@ def check_sent(run: Run, transfers: list[Transfer]) -> None:
 
 
 def collective(task: Task, transfers: list[Transfer]) -> list[torch.Tensor]:
-    lanes = [Lane(rank, len(transfers)) for rank in range(len(transfers))]
-    stages = [one.start(lane) for one, lane in zip(transfers, lanes, strict=True)]
-    for stage in stages:
-        next(stage)
-    kinds = {lane.call[0] for lane in lanes}
-    assert kinds == {COLLECTIVE.get(task.op, "all_to_all")}, (task.op, kinds)
-    if kinds == {"all_reduce"}:
-        answers = [[total] for total in summed([lane.call[1] for lane in lanes])]
-    else:
-        answers = [swapped(lanes, receiver) for receiver in lanes]
-    results = []
-    for stage, answer in zip(stages, answers, strict=True):
-        with pytest.raises(StopIteration) as stop:
-            stage.send(answer)
-        results.append(stop.value.value)
-    return results
-
-
-def summed(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """As a ring does: the sum arrives in each rank's own tensor, if that is dense."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return [total if total.is_sparse else tensor.copy_(total) for tensor in tensors]
-
-
-def swapped(lanes: list[Lane], receiver: Lane) -> list[torch.Tensor]:
-    for sender in lanes:
-        receiver.call[1][sender.rank].copy_(sender.call[2][receiver.rank])
-    return []
+    return exchanged(transfers, COLLECTIVE.get(task.op, "all_to_all"))
 
 
 def layout_of(numels: Sequence[Sequence[int]], dtype: str = "float32") -> Layout:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,10 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from commsched.codecs import kernels
 from commsched.codecs.blocks import Blockwise, most_scale
 from commsched.codecs.float8 import FORMATS, ORACLE_MAGNITUDES, ORACLE_TREE, Dynamic8, Fp8
 from commsched.codecs.integer import Int4, Int8
+from tests.coding import decoded, encoded, normal
+from tests.coding import same_values as same
+
+# With the kernels, and with the torch code that stands in for them.
+pytestmark = pytest.mark.usefixtures("implementation")
 
 CODECS: list[Blockwise] = [
     Int8(),
@@ -49,33 +51,6 @@ def arrays(elements: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray]:
     return hnp.arrays(np.float32, SIZES, elements=elements) | alike
 
 
-def same(one: torch.Tensor, other: torch.Tensor | np.ndarray) -> bool:
-    """Bit for bit, except that all NaN are one: hardware makes different ones."""
-    other = torch.as_tensor(other)
-    if one.dtype == torch.float32:
-        nan = one.isnan()
-        if not torch.equal(nan, other.isnan()):
-            return False
-        one, other = one.masked_fill(nan, 0.0), other.masked_fill(nan, 0.0)
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def normal(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def encoded(codec: Blockwise, grad: torch.Tensor) -> torch.Tensor:
-    wire = torch.full((codec.nbytes(grad.numel()),), 0xA5, dtype=torch.uint8)
-    codec.encode(grad, wire)
-    return wire
-
-
-def decoded(codec: Blockwise, wire: torch.Tensor, numel: int) -> torch.Tensor:
-    out = torch.full((numel,), 7.0)
-    codec.decode(wire, out)
-    return out
-
-
 def code_bytes(codec: Blockwise, wire: torch.Tensor, numel: int) -> torch.Tensor:
     return wire[4 * -(-numel // codec.block) :]
 
@@ -84,17 +59,6 @@ def is_sound(codec: Blockwise, array: np.ndarray) -> np.ndarray:
     """For each gradient, whether all of its block are finite."""
     blocks = [array[at : at + codec.block] for at in range(0, array.size, codec.block)]
     return np.concatenate([np.full(x.size, np.isfinite(x).all()) for x in blocks])
-
-
-@pytest.fixture(params=["numba", "torch"], scope="module", autouse=True)
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every test runs with the kernels and with the torch code that stands in for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr(kernels, "load", lambda _: None)
-        else:
-            pytest.importorskip("numba")
-        yield request.param
 
 
 # ---------------------------------------------------------------- bits

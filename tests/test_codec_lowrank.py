@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from commsched.codecs.factors import drawn, orthonormal, subtract
 from commsched.codecs.lowrank import AcpSgd, PowerSgd
 from commsched.cutting import Kind, cut
-from commsched.exchange import Pool, Transfer, sent_share
+from commsched.exchange import Pool, sent_share
 from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece
 from commsched.memory import Memory
 from commsched.parcel import Parcel
+from tests.simulated_group import exchanged
 
 CODECS = (PowerSgd, AcpSgd)
 SHAPES = ((24, 30), (7,), (), (16, 3, 5, 5), (40, 20), (64, 2))  # the last gains too little
@@ -25,38 +26,6 @@ RANKS = 3
 
 Shapes = Sequence[tuple[int, ...]]
 LowRank = PowerSgd | AcpSgd
-
-
-class FakeGroup:
-    """One rank's end of an all-reduce: only notes what is to be summed."""
-
-    size = RANKS
-
-    def __init__(self) -> None:
-        self.tensor = torch.empty(0)
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        self.tensor = tensor
-        return "handle"
-
-    def all_to_all(self, *_: Any) -> Any:
-        raise AssertionError("not by these codecs")
-
-
-def exchanged(transfers: Sequence[Transfer]) -> list[torch.Tensor]:
-    """Sum over ranks, in rank order."""
-    stages, groups = [], [FakeGroup() for _ in transfers]
-    for transfer, group in zip(transfers, groups, strict=True):
-        stages.append(transfer.start(group))  # type: ignore[arg-type]
-        assert next(stages[-1]) == "handle"  # type: ignore[comparison-overlap]
-    total = sum(group.tensor for group in groups)
-    results = []
-    for stage, group in zip(stages, groups, strict=True):
-        group.tensor.copy_(total)
-        with pytest.raises(StopIteration) as stop:
-            stage.send([group.tensor])
-        results.append(stop.value.value)
-    return results
 
 
 class World:
@@ -92,7 +61,7 @@ class World:
         for number in range(len(self.codec.ops)):
             for index in reversed(range(len(self.chunks))):
                 self.wires[index].append(transfers[index][0].wire.numel())
-                results = exchanged(transfers[index])
+                results = exchanged(transfers[index], "all_reduce")
                 pairs = zip(rounds[index], results, strict=True)
                 transfers[index] = [self._resumed(*pair, number) for pair in pairs]
         self.step += 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from commsched.codecs import kernels
 from commsched.codecs.lanes import lane_sum, lane_sums
 from commsched.codecs.sign import Sign
+from tests.coding import decoded, encoded, normal, same
+
+# With the kernels, and with the torch code that stands in for them.
+pytestmark = pytest.mark.usefixtures("implementation")
 
 BLOCKS = [64, 1024, 65536]
 LARGEST = float(np.finfo(np.float32).max)
@@ -25,39 +26,6 @@ SIZES = st.integers(1, 9) | st.integers(1, 300)
 
 def arrays(elements: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray]:
     return hnp.arrays(np.float32, SIZES, elements=elements)
-
-
-def normal(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def same(one: torch.Tensor, other: torch.Tensor | np.ndarray) -> bool:
-    """Bit for bit: tells -0 from 0, and one NaN from another."""
-    other = torch.as_tensor(other)
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def encoded(codec: Sign, grad: torch.Tensor) -> torch.Tensor:
-    wire = torch.full((codec.nbytes(grad.numel()),), 0xA5, dtype=torch.uint8)
-    codec.encode(grad, wire)
-    return wire
-
-
-def decoded(codec: Sign, wire: torch.Tensor, numel: int) -> torch.Tensor:
-    out = torch.full((numel,), 7.0)
-    codec.decode(wire, out)
-    return out
-
-
-@pytest.fixture(params=["numba", "torch"], scope="module", autouse=True)
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every test runs with the kernels and with the torch code that stands in for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr(kernels, "load", lambda _: None)
-        else:
-            pytest.importorskip("numba")
-        yield request.param
 
 
 # ---------------------------------------------------------------- bits

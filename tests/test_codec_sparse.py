@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,12 @@ from commsched.errors import CommSchedError
 from commsched.exchange import Pool
 from commsched.layout import Chunk, Piece, Span
 from commsched.memory import Memory
-from commsched.parcel import Parcel
+from commsched.parcel import Parcel, resumed
+from tests.coding import normal, same
+from tests.simulated_group import exchanged
+
+# With the kernels, and with the torch code that stands in for them.
+pytestmark = pytest.mark.usefixtures("implementation")
 
 NAN, INF = float("nan"), float("inf")
 LARGEST = float(np.finfo(np.float32).max)
@@ -36,27 +41,6 @@ ANY = hnp.arrays(
     np.float32, SIZES, elements=st.floats(width=32) | st.sampled_from([*SPECIAL, NAN, INF, -INF])
 )
 EXAMPLES = settings(deadline=None, max_examples=60)
-
-
-@pytest.fixture(params=["numba", "torch"], scope="module", autouse=True)
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every test runs with the kernels and with the torch code that stands in for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr(kernels, "load", lambda _: None)
-        else:
-            pytest.importorskip("numba")
-        yield request.param
-
-
-def normal(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def same(one: torch.Tensor, other: torch.Tensor | np.ndarray) -> bool:
-    """Bit for bit: tells -0 from 0, and one NaN from another."""
-    other = torch.as_tensor(other)
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def largest(x: np.ndarray, count: int) -> np.ndarray:
@@ -110,37 +94,6 @@ class Counting(Pool):
         super().give(tensor.fill_(99))  # nobody may look at it any more
 
 
-class Asked:
-    """A rank's group, which notes the one collective that it is asked for."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.asked: tuple[Any, ...] = ()
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.asked = (tensor,)
-
-    def all_to_all(self, *args: Any) -> None:
-        self.asked = args
-
-
-def perform(groups: Sequence[Asked]) -> None:
-    """What the collective does; all must have asked for the same."""
-    if len(groups[0].asked) == 1:
-        tensors = [group.asked[0] for group in groups]
-        total = tensors[0].clone()
-        for tensor in tensors[1:]:
-            total += tensor
-        for tensor in tensors:
-            tensor.copy_(total)
-        return
-    sent = [group.asked[1].split(list(group.asked[3])) for group in groups]
-    for rank, group in enumerate(groups):
-        out, _, out_sizes, _ = group.asked
-        for peer, part in enumerate(out.split(list(out_sizes))):
-            part.copy_(sent[peer][rank])
-
-
 class Cluster:
     """Ranks that average one chunk, in lock step."""
 
@@ -184,36 +137,16 @@ class Cluster:
             for transfer in transfers:
                 assert (transfer.wire.dtype, transfer.wire.numel()) == (spec.dtype, spec.numel)
             self.wires.append([transfer.wire.clone() for transfer in transfers])
-            results = self.exchange([transfer.start for transfer in transfers])
+            results = exchanged(transfers)
             transfers = [
                 answer
                 for work, result in zip(works, results, strict=True)
-                if (answer := self.resume(work, result)) is not None
+                if (answer := resumed(work, result)) is not None
             ]
         assert not transfers
         assert all(same(view, views[0]) for view in views)
         assert all(pool.out == 0 for pool in self.pools)
         return views[0]
-
-    def exchange(self, starts: Sequence[Any]) -> list[torch.Tensor]:
-        groups = [Asked(rank, self.size) for rank in range(self.size)]
-        stages = [start(group) for start, group in zip(starts, groups, strict=True)]
-        for stage in stages:
-            next(stage)
-        perform(groups)
-        results = []
-        for stage in stages:
-            with pytest.raises(StopIteration) as done:
-                stage.send([])
-            results.append(done.value.value)
-        return results
-
-    @staticmethod
-    def resume(work: Any, result: torch.Tensor) -> Any:
-        try:
-            return work.send(result)
-        except StopIteration:
-            return None
 
 
 # ---------------------------------------------------------------- selection

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,6 +15,10 @@ from commsched.codecs import kernels
 from commsched.codecs.base import ByteCodec
 from commsched.codecs.draws import uniform, uniform_oracle
 from commsched.codecs.stochastic import Qsgd, Ternary
+from tests.coding import decoded, encoded, normal, same, same_values
+
+# With the kernels, and with the torch code that stands in for them.
+pytestmark = pytest.mark.usefixtures("implementation")
 
 LARGEST = float(np.finfo(np.float32).max)
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-40, LARGEST, -LARGEST, float("nan"), float("inf")]
@@ -41,48 +44,8 @@ def arrays(elements: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray]:
     return hnp.arrays(np.float32, SIZES, elements=elements)
 
 
-def normal(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def same(one: torch.Tensor, other: torch.Tensor | np.ndarray) -> bool:
-    """Bit for bit: tells -0 from 0."""
-    other = torch.as_tensor(other)
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def same_values(one: torch.Tensor, other: torch.Tensor | np.ndarray) -> bool:
-    """Bit for bit, but any NaN for another: what bits a sum with NaN has is up to the processor."""
-    other = torch.as_tensor(other)
-    nan = one.isnan()
-    return torch.equal(nan, other.isnan()) and same(one[~nan], other[~nan])
-
-
-def encoded(codec: ByteCodec, grad: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    wire = torch.full((codec.nbytes(grad.numel()),), 0xA5, dtype=torch.uint8)
-    codec.encode(grad, wire, seed)
-    return wire
-
-
-def decoded(codec: ByteCodec, wire: torch.Tensor, numel: int) -> torch.Tensor:
-    out = torch.full((numel,), 7.0)
-    codec.decode(wire, out)
-    return out
-
-
 def sent(codec: ByteCodec, grad: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return decoded(codec, encoded(codec, grad, seed), grad.numel())
-
-
-@pytest.fixture(params=["numba", "torch"], scope="module", autouse=True)
-def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every test runs with the kernels and with the torch code that stands in for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr(kernels, "load", lambda _: None)
-        else:
-            pytest.importorskip("numba")
-        yield request.param
 
 
 # ---------------------------------------------------------------- random numbers
