@@ -39,14 +39,12 @@ from bench.convergence_plot import draw
 from bench.convergence_rank import Config
 from bench.convergence_report import Curves, Row, merge, rows_of, table
 from bench.convergence_tasks import EXACT, EXACT_SGD, NUDGED, TASKS
-from bench.launch import RankResult, launch, open_links
-from bench.links import Links, LinksError, why_unavailable
+from bench.launch import RankResult, launch_program, open_links, require_shaped
+from bench.links import Links, LinksError
 from commsched import codecs
 
 __all__ = ["main"]
 
-_ROOT = Path(__file__).resolve().parents[1]
-_RANK_PROGRAM = "import sys; from bench.convergence_rank import main; main(*sys.argv[1:])"
 _SHOWN_LINES = 8
 RANKS = 2
 CODECS = (
@@ -102,16 +100,8 @@ def _run(options: argparse.Namespace, task: str, hows: Sequence[str], links: Lin
         task, [*hows], [*range(options.seeds)], steps, points, timeout_s=options.time_limit_s
     )
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.json")
-        path.write_text(json.dumps(asdict(config)))
-        results = launch(
-            links,
-            [sys.executable, "-c", _RANK_PROGRAM, str(path), folder],
-            options.time_limit_s,
-            # c10d warns about every address without a host name, which these all are.
-            env={"PYTHONPATH": str(_ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            echo=_echo,
-            dump_stacks=True,
+        results = launch_program(
+            links, "bench.convergence_rank", config, folder, options.time_limit_s, _echo
         )
         ranks = [_lines(Path(folder, f"{rank}.jsonl")) for rank in range(links.ranks)]
     curves = [merge(each) for each in zip(*ranks, strict=False)]  # as many as all have
@@ -178,9 +168,8 @@ def _check(options: argparse.Namespace) -> None:
         codecs.get(text)
     if min(options.seeds, options.points) < 1 or (options.steps or 2) < 2:
         raise ValueError("--seeds and --points must be 1 or more, --steps 2 or more")
-    reason = None if options.loopback else why_unavailable()
-    if reason is not None:
-        raise ValueError(f"no shaped links here ({reason}); use --loopback")
+    if not options.loopback:
+        require_shaped()
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -13,11 +14,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
-from bench.links import Links, loopback_links, shaped_links
+from bench.links import Links, loopback_links, shaped_links, why_unavailable
 
-__all__ = ["RankResult", "launch", "open_links"]
+__all__ = ["RankResult", "launch", "launch_program", "open_links", "require_shaped"]
 
+_ROOT = Path(__file__).resolve().parents[1]
 _TAIL_LINES = 60  # room for the stacks of all threads
 _GRACE_S = 3.0
 
@@ -49,6 +53,13 @@ def open_links(
 ) -> AbstractContextManager[Links]:
     """Loopback links when asked for, shaped (or, with no rate, unshaped) ones otherwise."""
     return loopback_links(ranks) if loopback else shaped_links(ranks, rate_mbit, mtu_bytes)
+
+
+def require_shaped() -> None:
+    """Raises ValueError, which says what to do, where links cannot be shaped."""
+    reason = why_unavailable()
+    if reason is not None:
+        raise ValueError(f"no shaped links here ({reason}); use --loopback")
 
 
 def launch(
@@ -95,6 +106,38 @@ def launch(
         for reader in readers:
             reader.join(timeout=_GRACE_S)
     return results
+
+
+def launch_program(
+    links: Links,
+    module: str,
+    config: Any,
+    folder: str,
+    time_limit_s: float,
+    echo: Callable[[int, str, bool], None] | None = None,
+) -> list[RankResult]:
+    """Runs ``module.main(config file, folder)`` once per rank; see `launch`.
+
+    Args:
+        links: where the ranks run.
+        module: of this repository.
+        config: a dataclass, which the program reads as JSON.
+        folder: for that file, and for what the ranks write.
+        time_limit_s: as of `launch`.
+        echo: as of `launch`.
+    """
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps(asdict(config)))
+    program = f"import sys; from {module} import main; main(*sys.argv[1:])"
+    return launch(
+        links,
+        [sys.executable, "-c", program, str(path), folder],
+        time_limit_s,
+        # c10d warns about every address without a host name, which these all are.
+        env={"PYTHONPATH": str(_ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        echo=echo,
+        dump_stacks=True,
+    )
 
 
 def _read(

@@ -31,15 +31,13 @@ from rich.console import Console
 
 from bench.figures import RankConfig
 from bench.hooks import HookSpec
-from bench.launch import RankResult, launch, open_links
-from bench.links import Links, LinksError, why_unavailable
+from bench.launch import RankResult, launch_program, open_links, require_shaped
+from bench.links import Links, LinksError
 from bench.step_report import Case, Figures, Row, print_case, rows_of
 from bench.workloads import NAMES
 
 __all__ = ["main"]
 
-_ROOT = Path(__file__).resolve().parents[1]
-_RANK_PROGRAM = "import sys; from bench.step_rank import main; main(*sys.argv[1:])"
 _SHOWN_LINES = 8
 
 
@@ -79,16 +77,7 @@ def _run(
 ) -> tuple[list[Figures], list[RankResult]]:
     """One launch: the figures of all ranks (none unless all have some), and how they ended."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.json")
-        path.write_text(json.dumps(asdict(config)))
-        results = launch(
-            links,
-            [sys.executable, "-c", _RANK_PROGRAM, str(path), folder],
-            time_limit_s,
-            # c10d warns about every address without a host name, which these all are.
-            env={"PYTHONPATH": str(_ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            dump_stacks=True,
-        )
+        results = launch_program(links, "bench.step_rank", config, folder, time_limit_s)
         files = [Path(folder, f"{rank}.json") for rank in range(links.ranks)]
         complete = all(file.exists() for file in files)
         return [json.loads(file.read_text()) for file in files] if complete else [], results
@@ -214,9 +203,8 @@ def main() -> int:
     try:
         for hook in options.hooks:
             HookSpec.parse(hook)
-        reason = None if options.loopback else why_unavailable()
-        if reason is not None:
-            raise ValueError(f"no shaped links here ({reason}); use --loopback")
+        if not options.loopback:
+            require_shaped()
     except ValueError as error:
         print(f"step_time: {error}", file=sys.stderr)
         return 2
