@@ -21,7 +21,8 @@ _DDP_KINDS: dict[str, tuple[type, ...]] = {
     "static_graph": (bool,),
     "find_unused_parameters": (bool,),
 }
-_DEFERRED_WARMUP = 12  # commsched first measures some exact, synchronous steps, then plans
+_MEASURING = 12  # steps until a plan is made of what was measured, and has settled
+_TRYING = 60  # until the automatic mode has chosen
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,13 @@ class HookSpec:
         return bool(self.settings.get("optimizer"))
 
     def warmup(self, least: int) -> int:
-        """Steps before the first round: `least`, and more where a profile is measured first."""
+        """Steps before the first round: `least`, and more where something is measured or tried."""
+        if self.name != "commsched":
+            return least
+        if self.settings.get("policy", "auto") == "auto":
+            return max(least, _TRYING)
         measures = self.is_deferred or "codec" in self.settings
-        return max(least, _DEFERRED_WARMUP) if measures else least
+        return max(least, _MEASURING) if measures else least
 
 
 def _pairs(rest: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""``python -m commsched``: the command line."""
+"""``python -m commsched``: the command line, for torchrun."""
 
 from commsched.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
     {"format": 1, "world_size": ranks, "step": last iteration,
      "params": {parameter: elements}, "settings": {...}, "verdict": {...} or None,
      "plan": JSON text or "",                              # how the gradients were cut
+     "tuning": {...} or None,                              # what the automatic mode has chosen
      "factors": {parameter: {name: tensor}},               # equal on all ranks
      "slots": {rank: {slot: {parameter: tensor}}}}         # "error" and the like: each rank's own
 
@@ -54,6 +55,7 @@ class Checkpoint:
         settings: those of `CUT_BY`.
         verdict: as `Verdict`'s fields; None where codecs were not priced.
         plan: the plan as JSON text, "" where there was none.
+        tuning: see `Trials.to_save`; None where nothing was chosen.
         factors: parameter -> name -> tensor.
         slots: by rank.
     """
@@ -64,6 +66,7 @@ class Checkpoint:
     settings: dict[str, Any] = field(default_factory=dict)
     verdict: dict[str, Any] | None = None
     plan: str = ""
+    tuning: dict[str, Any] | None = None
     factors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     slots: dict[int, Slots] = field(default_factory=dict)
 
@@ -79,6 +82,7 @@ class Checkpoint:
             CommSchedError: it is none of these.
         """
         rows = [saved] if isinstance(saved, Mapping) else list(saved)
+        rows = [{"tuning": None, **row} for row in rows]  # earlier ones have none
         if not rows or any(set(row) != KEYS or row["format"] != FORMAT for row in rows):
             raise CommSchedError(
                 "this is not what State.state_dict() of this version of commsched returned"
@@ -94,7 +98,9 @@ class Checkpoint:
     @property
     def digest(self) -> str:
         """Equal on ranks that loaded the same run's state, each with its own slots or not."""
-        return digest_of([self.world_size, self.step, self.settings, self.verdict, self.plan])
+        return digest_of(
+            [self.world_size, self.step, self.settings, self.verdict, self.plan, self.tuning]
+        )
 
     def without_tensors(self) -> Checkpoint:
         """What is needed once memory is restored."""

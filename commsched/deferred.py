@@ -26,6 +26,7 @@ from commsched.layout import first_names
 from commsched.ledger import Due, Ledger, Sum
 from commsched.pending import Unsummed, can_pend, mark_grad, mark_param, unmark
 from commsched.recorder import Recorder
+from commsched.trace import SILENT, Silent
 from commsched.watch import Watch
 
 __all__ = ["Deferred"]
@@ -51,6 +52,7 @@ class Deferred(Listener):
         optimizers: tuple[Optimizer, ...],
         engine: Engine,
         recorder: Recorder,
+        tracer: Silent = SILENT,
     ) -> None:
         self.recorder = recorder
         self.observing = False  # who is read when: while a profile is taken
@@ -59,7 +61,7 @@ class Deferred(Listener):
         self._params = list(ddp.module.parameters())
         names: dict[int, str] = {id(p): name for name, p in ddp.module.named_parameters()}
         self.watch = Watch(recorder, names, bool(ddp.find_unused_parameters))
-        self._ledger = Ledger(engine, recorder, names, self)
+        self._ledger = Ledger(engine, recorder, names, self, tracer)
         self._open = False  # a backward has begun and not ended
         self._said: set[str] = set()
         self._thread = os.getpid(), threading.get_ident()  # the training thread

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,8 +30,10 @@ from commsched.memory import Memory
 from commsched.outstanding import TICK_S, Outstanding
 from commsched.packer import Packer
 from commsched.planner import Begin, Planner
-from commsched.rules import used
+from commsched.rules import parse_allow, used
 from commsched.settings import Settings
+from commsched.trace import SILENT, Silent
+from commsched.trials import Search
 
 __all__ = ["CLOSED", "Engine"]
 
@@ -55,20 +57,25 @@ class Engine:
         memory: Memory,
         optimizer: bool = False,
         resumed: Checkpoint | None = None,
+        search: Search | None = None,
+        tracer: Silent = SILENT,
     ) -> None:
         self.settings = settings
+        self.tracer = tracer
         # What may differ between ranks though settings are equal.
         self._done = {
             "optimizer": optimizer,
             "resumed": resumed.digest if resumed else "nothing",
+            "trace_steps": tracer.steps,  # in them ranks compare their clocks
         }
-        if not all(codecs.get(codec).bitwise for codec in used(settings)):
+        may_use = [*used(settings), *parse_allow(settings.allow)]
+        if not all(codecs.get(codec).bitwise for codec in may_use):
             self._done["torch.get_num_threads()"] = torch.get_num_threads()
             self._done["CPU capability"] = torch.backends.cpu.get_cpu_capability()
         self._memory = memory
-        self.planner = Planner(settings, len(member.ranks), resumed)
+        self.planner = Planner(settings, len(member.ranks), resumed, search)
         self._flight = Flight(
-            Packer(member.rank, len(member.ranks), memory, settings.error_feedback)
+            Packer(member.rank, len(member.ranks), memory, settings.error_feedback), tracer
         )
         self._lane: Lane | None = None
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -77,7 +84,7 @@ class Engine:
         self._stopping = threading.Event()
         self._announce = False
         self._retiring = False
-        self._iterations = Iterations(self.planner, memory, self._outstanding)
+        self._iterations = Iterations(self.planner, memory, self._outstanding, tracer)
         self._thread = threading.Thread(
             target=self._main, args=(member,), name="commsched-engine", daemon=True
         )
@@ -87,6 +94,17 @@ class Engine:
     def wire_bytes(self) -> int:
         """Bytes sent since the start, by our own count."""
         return self._flight.wire_bytes
+
+    @property
+    def tasks(self) -> int:
+        """Tasks issued since the start, and conversations held."""
+        return 0 if self._lane is None else self._lane.sequence
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has stopped for another reason than `close`."""
+        error = self._outstanding.error
+        return error is not None and str(error) != CLOSED
 
     @property
     def issued(self) -> list[tuple[str, int]]:
@@ -107,6 +125,34 @@ class Engine:
         """
         self._outstanding.add(job)
         self._queue.put(partial(self._on_ready, job, begins))
+
+    def watch(self, job: Job) -> None:
+        """Take part in waiting for a bucket that is summed elsewhere (see `plain`).
+
+        Raises:
+            CommSchedError: the engine has failed, or was closed.
+        """
+        self._beat_s = time.monotonic()  # nothing is asked of the engine's thread
+        self._outstanding.add(job)
+
+    def count_step(self) -> None:
+        """A step begins whose buckets are all summed elsewhere."""
+        self._queue.put(self._iterations.count)
+
+    def summed(self, job: Job, params: Iterable[int]) -> None:
+        """It is summed: all its parameters."""
+        job.task_done(params)
+        self._outstanding.finish(job)
+        job.progress.task_done()
+        self._outstanding.tell()
+
+    def look_at_peers(self) -> None:
+        """Something summed elsewhere is late: has another rank failed?"""
+        self._queue.put(self._look_at_peers)
+
+    def lose(self, what: str) -> None:
+        """Something summed elsewhere has failed: fail, naming the ranks that are missing."""
+        self._queue.put(partial(self._lose, what))
 
     def raise_error(self) -> None:
         """Raise what the engine has failed with, if it has."""
@@ -199,7 +245,7 @@ class Engine:
         try:
             with torch.no_grad():
                 self._lane = lane = Lane(
-                    member, self.settings, self._stopping, self._post, self._done
+                    member, self.settings, self._stopping, self._post, self._done, self.tracer
                 )
                 while not self._stopping.is_set():
                     self._turn(lane)
@@ -269,11 +315,20 @@ class Engine:
         self._iterations.on_ready(self._lane, job, begins)
 
     def _post(self, lane: Lane, run: Run, future: torch.futures.Future[Any]) -> None:
-        self._queue.put(partial(self._flight.on_collective, lane, run, future))
+        now_s = time.monotonic()  # the engine's thread may be busy
+        self._queue.put(partial(self._flight.on_collective, lane, run, future, now_s))
 
     def _on_tick(self, lane: Lane) -> None:
         lane.check_peers()
         self._flight.check_deadline(self.settings.timeout_s)
+
+    def _look_at_peers(self) -> None:
+        assert self._lane is not None
+        self._lane.check_peers()
+
+    def _lose(self, what: str) -> None:
+        assert self._lane is not None
+        raise self._lane.lost(what, self._lane.sequence - 1)
 
     def _finish(self, run: Run) -> None:
         for bucket, job in run.jobs.items():

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
 from commsched.blame import CollectiveError, blaming
+from commsched.captions import Captions
 from commsched.exchange import Transfer
 from commsched.jobs import Run
 from commsched.lane import Lane
 from commsched.packer import Packer
 from commsched.plan import Plan, Task
+from commsched.ranges import profiled
+from commsched.trace import SILENT, Silent
 
 __all__ = ["Flight"]
 
@@ -23,17 +28,23 @@ HISTORY = 4096  # issued tasks remembered, for tests and for a look at a stuck j
 class Flight:
     """Encodes, issues and decodes tasks. On the engine's thread, which decides which and when.
 
+    Args:
+        packer: encodes and decodes.
+        tracer: told of what is done.
+
     Attributes:
         issued: plan digest and index of the last tasks, in the order in which they were issued.
         last: the task issued last. Not its run: that holds gradients.
         wire_bytes: sent since the start, by our own count.
     """
 
-    def __init__(self, packer: Packer) -> None:
+    def __init__(self, packer: Packer, tracer: Silent = SILENT) -> None:
         self.issued: deque[tuple[str, int]] = deque(maxlen=HISTORY)
         self.last: tuple[Plan, Task] | None = None
         self.wire_bytes = 0
         self._packer = packer
+        self._tracer = tracer
+        self._captions = Captions()
         self._runs: list[Run] = []
         self._arrived: deque[tuple[Run, torch.Tensor]] = deque()
 
@@ -57,9 +68,13 @@ class Flight:
     def encode(self, run: Run) -> Transfer:
         """What it sends; nothing is done twice."""
         if run.transfer is None:
-            with blaming(run):
+            with blaming(run), self._region("encode", run):
                 run.transfer = self._packer.pack(run)
         return run.transfer
+
+    def _region(self, name: str, run: Run) -> AbstractContextManager[object]:
+        tracer = self._tracer
+        return tracer.region(name, "engine", partial(self._captions.of, run), step=tracer.step)
 
     def issue(self, run: Run, lane: Lane) -> None:
         """Put it on the wire."""
@@ -72,10 +87,16 @@ class Flight:
         self.issued.append((run.plan.digest, run.task.index))
         self.wire_bytes += transfer.sent_bytes
         self._runs.append(run)
-        lane.watch(run, next(run.stages))
+        with profiled("comm"):
+            lane.watch(run, next(run.stages))
+        if self._tracer.on:
+            caption, step = self._captions.of(run), self._tracer.step
+            self._tracer.queued(run.ready_s, run.issued_s, caption, step=step)
 
-    def on_collective(self, lane: Lane, run: Run, future: torch.futures.Future[Any]) -> None:
-        """A collective of it is done.
+    def on_collective(
+        self, lane: Lane, run: Run, future: torch.futures.Future[Any], at_s: float = 0.0
+    ) -> None:
+        """A collective of it is done, and was so at `at_s`.
 
         Raises:
             CollectiveError: or has failed.
@@ -90,15 +111,22 @@ class Flight:
         except StopIteration as stop:
             self._runs.remove(run)
             self._arrived.append((run, stop.value))
+            self._landed(run, at_s)
         else:
             lane.watch(run, work)
+
+    def _landed(self, run: Run, at_s: float) -> None:
+        run.arrived_s = at_s
+        if self._tracer.on:
+            caption, step = self._captions.of(run), self._tracer.step
+            self._tracer.flight(run.issued_s, at_s, caption, step=step)
 
     def decode_next(self) -> Run | None:
         """Decode the next task that has come back into its buckets; None if there is none."""
         if not self._arrived:
             return None
         run, total = self._arrived.popleft()
-        with blaming(run):
+        with blaming(run), self._region("decode", run):
             self._packer.unpack(run, total)
         run.done = True
         return run

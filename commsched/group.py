@@ -175,6 +175,16 @@ class Group:
         work: dist.Work = self._backend.alltoall_base(out, inp, list(out_sizes), list(in_sizes))
         return work
 
+    def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        """Start sending `tensor` (contiguous) to one rank, which receives it."""
+        work: dist.Work = self._backend.send([tensor], to, 0)
+        return work
+
+    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        """Start filling `tensor` (contiguous) with what one rank sends."""
+        work: dist.Work = self._backend.recv([tensor], source, 0)
+        return work
+
     def broadcast_bytes(self, payload: bytes) -> bytes:
         """Rank 0's payload, on every rank. Blocks."""
         size = torch.tensor([len(payload)])

@@ -146,6 +146,7 @@ class Job:
         self.error: BaseException | None = None
         self.tasks_left = 0
         self.timing = Timing(spec, time.monotonic())
+        self.place: int | None = None  # in the plan's layout, where the plan knows it
         self._placed = False  # its tasks are known
         self._left = [0] * len(spec.params)  # tasks that carry each parameter
         self._deferred = deferred
@@ -226,6 +227,7 @@ class Run:
     stages: Stages | None = None
     sequence: int = 0  # how many tasks this lane had issued before it
     issued_s: float = 0.0
+    arrived_s: float = 0.0
     unknown: bool = False  # the first task of a bucket that no agreed plan holds
     after: Run | None = None  # the chunk's task before it
     done: bool = False
@@ -234,6 +236,12 @@ class Run:
     def ready(self) -> bool:
         """Whether it may be issued."""
         return not self.missing and (self.after is None or self.after.done)
+
+    @property
+    def ready_s(self) -> float:
+        """When all its gradients were there (time.monotonic)."""
+        before_s = 0.0 if self.after is None else self.after.arrived_s
+        return max([before_s, *(job.timing.ready_s for job in self.jobs.values())])
 
     @property
     def covers(self) -> dict[int, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from commsched.layout import Chunk, Piece
 from commsched.outstanding import TICK_S
 from commsched.plan import MOST_IN_FLIGHT
 from commsched.settings import Settings
+from commsched.trace import SILENT, Silent
 from commsched.version import __version__
 
 __all__ = ["Lane"]
@@ -42,6 +43,7 @@ class Lane:
         stopping: threading.Event,
         post: Callable[[Lane, Run, torch.futures.Future[Any]], None],
         done: Mapping[str, Any] | None = None,
+        tracer: Silent = SILENT,
     ) -> None:
         """Meet the other ranks, connect, and compare settings. Blocks.
 
@@ -51,6 +53,7 @@ class Lane:
             stopping: ends every wait.
             post: told of each watched collective that is done, on the waiter's thread.
             done: what else must be alike on all ranks: for the comparison.
+            tracer: told of conversations.
 
         Raises:
             CommSchedError: a rank has not come within the deadline.
@@ -61,6 +64,7 @@ class Lane:
         self.sequence = 0  # tasks issued on this lane since it was made
         self._stopping = stopping
         self._post = post
+        self._tracer = tracer
         self._works: queue.SimpleQueue[tuple[Run, dist.Work] | None] = queue.SimpleQueue()
         own = {**settings.shared(), **(done or {}), "version": __version__}
         self._waiter = threading.Thread(target=self._wait, name="commsched-waiter", daemon=True)
@@ -106,7 +110,8 @@ class Lane:
         """
         sequence, self.sequence = self.sequence, self.sequence + 1
         try:
-            return conversation()
+            with self._tracer.region("agree", "engine", what=what, step=self._tracer.step):
+                return conversation()
         except CommSchedError:
             raise
         except RuntimeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from commsched.layout import first_names
 from commsched.pending import Owner, mark_grad, unmark
 from commsched.recorder import Recorder
 from commsched.shadow import Recorded
+from commsched.trace import SILENT, Fixed, Silent
 
 __all__ = ["Due", "Ledger", "Sum"]
 
@@ -51,10 +53,16 @@ class Ledger:
         recorder: is told of waits and of steps.
         names: of the model's parameters, by id.
         owner: of the gradients under way.
+        tracer: likewise told of waits and of steps.
     """
 
     def __init__(
-        self, engine: Engine, recorder: Recorder, names: dict[int, str], owner: Owner
+        self,
+        engine: Engine,
+        recorder: Recorder,
+        names: dict[int, str],
+        owner: Owner,
+        tracer: Silent = SILENT,
     ) -> None:
         self.sums: dict[int, Sum] = {}  # by the parameter's id, as is:
         self.due: dict[int, Due] = {}
@@ -62,6 +70,7 @@ class Ledger:
         self._recorder = recorder
         self._names = names
         self._owner = owner
+        self._tracer = tracer
         self._jobs: dict[Job, list[Due]] = {}  # with due steps
 
     def whole(self) -> bool:
@@ -117,7 +126,9 @@ class Ledger:
 
     def _wait(self, job: Job, index: int) -> None:
         begin_s = time.monotonic()
-        self._engine.wait(lambda: job.has(index) or self._complete())
+        about = partial(_of_job, job, index)
+        with self._tracer.region("wait", "training", about, step=self._tracer.step):
+            self._engine.wait(lambda: job.has(index) or self._complete())
         end_s = time.monotonic()
         self._recorder.waited(begin_s, end_s)
         job.timing.waited_s = (job.timing.waited_s or 0.0) + end_s - begin_s
@@ -168,7 +179,8 @@ class Ledger:
         self.scale(due.sum for due in dues)
         rows = [(due.group, due.sum.param, due.grad) for due in dues]
         params = [due.sum.param for due in dues]
-        self.timed(params, lambda: first.handover.run(first.recorded, rows))
+        step = partial(first.handover.run, first.recorded, rows)
+        self.timed(params, step, "deferred step")
 
     def refuse_touched(self) -> None:
         """Raise if the user has changed gradients under way behind our back.
@@ -196,9 +208,24 @@ class Ledger:
                 unmark(one.grad)
         self.sums.clear()
 
-    def timed(self, params: Iterable[nn.Parameter], step: Callable[[], object]) -> None:
+    def timed(
+        self,
+        params: Iterable[nn.Parameter],
+        step: Callable[[], object],
+        called: str = "optimizer step",
+    ) -> None:
         """Run `step`, an optimizer's for `params`, and have it recorded."""
+        params = list(params)
         begin_s = time.monotonic()
-        step()
+        about = partial(self._of_params, params)
+        with self._tracer.region(called, "training", about, step=self._tracer.step):
+            step()
         numels = {self._names.get(id(param), ""): param.numel() for param in params}
         self._recorder.stepped(begin_s, time.monotonic(), numels)
+
+    def _of_params(self, params: list[nn.Parameter]) -> Fixed:
+        return Fixed({"params": first_names(self._names.get(id(param), "") for param in params)})
+
+
+def _of_job(job: Job, index: int) -> Fixed:
+    return Fixed({"bucket": job.place, "params": job.spec.params[index].name})

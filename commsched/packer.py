@@ -16,7 +16,7 @@ from commsched.jobs import Run
 from commsched.memory import Memory
 from commsched.parcel import Parcel, Rounds, resumed
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "divided_first", "real"]
 
 
 class Packer:
@@ -79,14 +79,14 @@ class Packer:
         """All bits, summed where they lie where that is one piece of a bucket."""
         views = run.views()
         flat = self._gathered(views)
-        yield exchange.summed(_real(flat), self._world_size)
+        yield exchange.summed(real(flat), self._world_size)
         self._scatter(flat, views)
 
     def _split(self, run: Run) -> Rounds:
         """The same in two halves. In between the shard of the sum lies at its place."""
         views = run.views()
         flat = self._gathered(views)
-        wire = _real(flat)
+        wire = real(flat)
         sent = exchange.wire_bytes(wire, self._world_size, "all_gather")
         for half in (exchange.reduce_scatter, exchange.all_gather):
             yield Transfer(wire, partial(half, wire=wire, pool=self._pool), sent)
@@ -99,10 +99,10 @@ class Packer:
         if len(views) > 1:
             flat = self._pool.take(flat.dtype, sum(view.numel() for view in views))
             torch._foreach_copy_(_split_like(flat, views), views)
-        return flat.mul_(1.0 / self._world_size) if _divided_first(flat.dtype) else flat
+        return flat.mul_(1.0 / self._world_size) if divided_first(flat.dtype) else flat
 
     def _scatter(self, flat: torch.Tensor, views: list[torch.Tensor]) -> None:
-        if not _divided_first(flat.dtype):
+        if not divided_first(flat.dtype):
             flat.div_(self._world_size, rounding_mode="trunc")
         if len(views) > 1:
             torch._foreach_copy_(views, _split_like(flat, views))
@@ -113,11 +113,13 @@ def _split_like(flat: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Ten
     return list(torch.split(flat, [view.numel() for view in views]))
 
 
-def _real(flat: torch.Tensor) -> torch.Tensor:
+def real(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory, as 1-D numbers that are not complex."""
     # gloo's all-to-all takes no complex tensors, and a sum has no need to know.
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-def _divided_first(dtype: torch.dtype) -> bool:
+def divided_first(dtype: torch.dtype) -> bool:
+    """Whether a mean is the sum of parts divided before; else the sum is divided."""
     # Integers cannot be divided first: 1/2 + 1/2 would be 0.
     return dtype.is_floating_point or dtype.is_complex

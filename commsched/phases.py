@@ -1,21 +1,31 @@
-"""Phases: when to measure, when to plan anew, when to defer. Counted alike on every rank."""
+"""Phases: when to measure, plan, try and look again. Counted alike on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
-__all__ = ["Phases"]
+__all__ = ["Event", "Phases"]
 
 MEASURE = 3  # steps with the same buckets before a plan is made of them
 CHECK = 100  # steps between looks at whether the plan still fits; doubled with each new measuring
-TOLERANCE = 1.25  # a step so many times as long or as short as predicted: measure again
+TOLERANCE = 1.25  # a step so many times as long or as short as expected: measure again
+
+
+class Event(Enum):
+    """What the ranks talk about at the beginning of a step."""
+
+    NOTHING = "nothing"
+    MEASURED = "measured"  # make a plan of what was measured
+    TRIED = "tried"  # a trial is over
+    CHECK = "check"  # do steps still take as long as they should?
 
 
 class Phases:
     """Where one model is between its first step and settled training.
 
-    Everything here is decided from what all ranks see alike: which buckets come, and how many
-    steps there were. Ranks that disagreed would talk past each other on the lane.
+    Everything here is decided from what all ranks see alike: which buckets come, how many steps
+    there were, and what was agreed on. Ranks that disagreed would talk past each other on the lane.
     """
 
     def __init__(self) -> None:
@@ -24,18 +34,41 @@ class Phases:
         self._streak = 0
         self._steps = 0  # since the plan was made
         self._check = CHECK
+        self._left: int | None = None  # steps of the trial under way
 
-    def begin(self) -> bool:
-        """A step begins; True if a plan is to be made from what was measured, now."""
-        if self.measuring and self._streak >= MEASURE:
+    @property
+    def name(self) -> str:
+        """In one word."""
+        return "measuring" if self.measuring else "settled" if self._left is None else "trying"
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether the buckets have not stayed the same for long enough to plan."""
+        return self.measuring and self._streak < MEASURE
+
+    def begin(self, may_plan: bool = True) -> Event:
+        """A step begins: what to talk about in it.
+
+        Args:
+            may_plan: nothing that is known to come soon would change the plan.
+        """
+        if self.measuring:
+            if self.unsteady or not may_plan:
+                return Event.NOTHING
             self.measuring = False
             self._steps = 0
-            return True
-        return False
+            return Event.MEASURED
+        if self._left is not None:
+            self._left -= 1
+            return Event.TRIED if self._left < 0 else Event.NOTHING
+        return Event.CHECK if self._steps == self._check else Event.NOTHING
 
-    def check_due(self) -> bool:
-        """Whether the ranks should compare the length of their steps, in this step."""
-        return not self.measuring and self._steps == self._check
+    def try_for(self, steps: int) -> None:
+        """The ranks have agreed on a trial of so many steps, beginning with this one; 0: no more.
+
+        Call before `begin`.
+        """
+        self._left = steps if steps and not self.measuring else None
 
     def knows(self, key: int) -> bool:
         """Whether the last step had this bucket."""
@@ -47,6 +80,7 @@ class Phases:
             self._streak += 1
         else:
             self._keys, self._streak, self.measuring = tuple(keys), 0, True
+            self._left = None
         self._steps += 1
 
     def drifted(self, ratio: float) -> bool:

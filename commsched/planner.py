@@ -18,6 +18,7 @@ from commsched.probe import agree_on_median, agree_on_profile, probe_link
 from commsched.profile import Link, Profile
 from commsched.rules import used, without
 from commsched.settings import Settings
+from commsched.trials import Search, Trials
 
 __all__ = ["Begin", "Made", "Planner", "Verdict"]
 
@@ -31,14 +32,25 @@ class Begin:
     """What a rank brings to a new iteration. All ranks bring the same kinds of things.
 
     Attributes:
+        step: which one it is, of this process; equal on all ranks.
         measured: its `Recorder.summary()`: plan anew, from the ranks' medians.
-        drift: the length of its steps over the predicted one.
+        tried_s: the step time of the trial that is over.
+        drift: the length of its steps over the expected one.
         agreed_drift: the answer: the ranks' median.
+        answered: all that was brought has been talked about.
     """
 
+    step: int = -1
     measured: dict[str, Any] | None = None
+    tried_s: float | None = None
     drift: float | None = None
     agreed_drift: float | None = None
+    answered: bool = False
+
+    @property
+    def talks(self) -> bool:
+        """Whether there is anything to talk about."""
+        return not (self.measured is None and self.tried_s is None and self.drift is None)
 
 
 @dataclass(frozen=True)
@@ -82,18 +94,27 @@ class Planner:
         active: the settings as they are in effect: without codecs that have not begun, or are
             refused. Likewise.
         verdict: None before codecs were priced. Likewise.
+        last_start: the step in which the last of the user's codecs begins.
         saved_plan: that of the run that is being resumed, while DDP may still come to its buckets.
+        trials: those of the automatic mode; None where the user has chosen.
     """
 
     def __init__(
-        self, settings: Settings, world_size: int, resumed: Checkpoint | None = None
+        self,
+        settings: Settings,
+        world_size: int,
+        resumed: Checkpoint | None = None,
+        search: Search | None = None,
     ) -> None:
         self.made: Made | None = None
         self.verdict: Verdict | None = None
         self._resumed = resumed
         self._settings = settings
         self._world_size = world_size
-        self._policy = policies.get(settings.policy)
+        self.trials: Trials | None = None
+        if search is not None:
+            saved = None if resumed is None else resumed.tuning
+            self.trials = Trials(settings, search, world_size, saved)
         named = [codecs.get(codec) for codec in used(settings)]
         own = settings.codec_start_step < 0
         self._starts = {
@@ -105,6 +126,7 @@ class Planner:
             verdict = Verdict.from_dict(resumed.verdict)
             if (verdict.priced, verdict.world_size) == (frozenset(self._starts), world_size):
                 self.verdict = verdict
+        self.last_start = max(self._starts.values(), default=0)
         self._step = 0
         self.active = self._effective()
         self.saved_plan: Plan | None = None
@@ -138,6 +160,10 @@ class Planner:
     def _by_policy(self, layout: Layout) -> Plan:
         return self._policy(Profile.unmeasured(layout, self._world_size), self.active)
 
+    @staticmethod
+    def _policy(profile: Profile, settings: Settings) -> Plan:
+        return policies.get(settings.policy)(profile, settings)
+
     def compare(self, lane: Lane, layout: Layout) -> None:
         """Refuse buckets that are not the same on all ranks."""
         lane.agree("comparing buckets", partial(agree, lane.group, layout, self.unmeasured))
@@ -158,8 +184,11 @@ class Planner:
             begins.agreed_drift = lane.agree(
                 "comparing step times", partial(agree_on_median, lane.group, begins.drift)
             )
-        if layout is None:
-            return None
+        plan = None if layout is None else self._plan_anew(lane, begins, layout)
+        begins.answered = True
+        return plan
+
+    def _plan_anew(self, lane: Lane, begins: Begin, layout: Layout) -> Plan | None:
         profile = self.made.profile if self.made is not None else None
         if begins.measured is not None:
             profile = lane.agree(
@@ -168,15 +197,34 @@ class Planner:
             )
         before = self._planned_with
         self._judge(lane, profile)
+        self._try(lane, begins, profile)
         if begins.measured is None and self.active == before:
             return None
         return self._agree(lane, layout, profile)
 
-    def _effective(self) -> Settings:
+    def _try(self, lane: Lane, begins: Begin, profile: Profile | None) -> None:
+        """Begin with trials, or go on to the next one."""
+        if self.trials is None or profile is None or not profile.measured:
+            return
+        if begins.measured is not None:
+            effective = without(self._settings, self._absent())
+            self.trials.start(lane, profile, effective, self._step)
+        elif begins.tried_s is not None:
+            median = partial(agree_on_median, lane.group, begins.tried_s)
+            self.trials.measured(lane, lane.agree("comparing step times", median))
+        self.active = self._effective()
+
+    def _absent(self) -> frozenset[str]:
+        """The user's codecs that have not begun, or are refused."""
         absent = {codec for codec, start in self._starts.items() if self._step < start}
         if self.verdict is not None and not self._settings.codec_force:
             absent |= self.verdict.refused
-        return without(self._settings, frozenset(absent))
+        return frozenset(absent)
+
+    def _effective(self) -> Settings:
+        trial = None if self.trials is None else self.trials.trial
+        settings = self._settings if trial is None else trial.candidate.settings
+        return without(settings, self._absent())
 
     def _judge(self, lane: Lane, profile: Profile | None) -> None:
         """Price the codecs once all have begun, after warm-up, unless the user insists on them."""

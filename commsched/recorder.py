@@ -13,6 +13,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from commsched.layout import BucketSpec, Layout
+from commsched.trace import SILENT, Silent
 
 __all__ = ["WINDOW", "Recorder", "stats_order"]
 
@@ -127,17 +128,23 @@ class Recorder:
     """
 
     def __init__(
-        self, order: Sequence[str] = (), now: Callable[[], float] = time.monotonic
+        self,
+        order: Sequence[str] = (),
+        now: Callable[[], float] = time.monotonic,
+        tracer: Silent = SILENT,
     ) -> None:
         """A recorder without steps.
 
         Args:
             order: the names that belong to DDP's backward stats (`stats_order`).
             now: the clock, in seconds; `waited` and `stepped` are told times of the same one.
+            tracer: is told of forwards and backwards.
         """
         self.steps = 0  # complete ones, since the buckets last changed or `restart`
         self._places = {name: place for place, name in enumerate(order)}
         self._now = now
+        self._tracer = tracer
+        self._turned_s = 0.0  # when the last forward ended, on the clock that does not stand still
         self._stopped_s = 0.0
         self._step: _Step | None = None
         self._waited_s = 0.0  # since the last complete step; so is:
@@ -156,7 +163,9 @@ class Recorder:
         """DDP's forward has returned."""
         step = self._step
         if step is not None and step.forward_ended_s is None:
-            step.forward_ended_s = self._now() - self._stopped_s
+            self._turned_s = self._now()
+            step.forward_ended_s = self._turned_s - self._stopped_s
+            self._trace("forward", step.begin_s, self._turned_s)
 
     def used(self, name: str) -> None:
         """The parameter `name` is read; the first time since forward began counts."""
@@ -190,8 +199,14 @@ class Recorder:
         """
         step = self._step
         if step is not None and step.ready_s:
-            step.backward_ended_s = self._now() - self._stopped_s
+            now_s = self._now()
+            step.backward_ended_s = now_s - self._stopped_s
             step.stats = stats
+            self._trace("backward", self._turned_s, now_s)
+
+    def _trace(self, name: str, begin_s: float, end_s: float) -> None:
+        if self._tracer.on:
+            self._tracer.span(name, "training", begin_s, end_s, step=self._tracer.step)
 
     def waited(self, begin_s: float, end_s: float) -> None:
         """The training thread stood still for gradients, outside of any `stepped`."""

@@ -18,7 +18,17 @@ from commsched.plan import Task
 if TYPE_CHECKING:
     from commsched.settings import Settings
 
-__all__ = ["chunks_of", "codec_of", "parse_rules", "tasks_of", "used", "without"]
+__all__ = [
+    "chunks_of",
+    "codec_of",
+    "literal",
+    "parse_allow",
+    "parse_rules",
+    "tasks_of",
+    "travels_by",
+    "used",
+    "without",
+]
 
 
 @cache
@@ -35,6 +45,29 @@ def parse_rules(text: str) -> tuple[tuple[str, str], ...]:
             raise ValueError(f"rules read pattern=codec;pattern=codec, and {item!r} does not")
         rules.append((pattern, str(codecs.get(codec))))
     return tuple(rules)
+
+
+@cache
+def parse_allow(text: str) -> tuple[str, ...]:
+    """Codecs from ``codec,codec:option=value``, in that order.
+
+    What follows a comma and begins with ``option=`` is one more option of the codec before it.
+
+    Raises:
+        ValueError: it names a codec that does not exist.
+    """
+    found: list[str] = []
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        if found and "=" in item and ":" not in item:
+            found[-1] += f",{item}"
+        else:
+            found.append(item)
+    return tuple(dict.fromkeys(str(codecs.get(item)) for item in found))
+
+
+def literal(name: str) -> str:
+    """The pattern that fits this parameter's name only."""
+    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in name)
 
 
 def used(settings: Settings) -> tuple[str, ...]:
@@ -59,7 +92,7 @@ def chunks_of(layout: Layout, settings: Settings, chunk_bytes: int) -> tuple[Chu
     """Cut a layout so that what shares a chunk travels by the same codec."""
 
     def kind_of(bucket: BucketSpec, param: ParamSpec) -> Kind:
-        codec = _codec_for(bucket, param, settings)
+        codec = travels_by(bucket, param, settings)
         return Kind(codec, codecs.get(codec).whole_params)
 
     return cut(layout, chunk_bytes, settings.fusion_bytes, kind_of)
@@ -70,7 +103,7 @@ def codec_of(layout: Layout, chunk: Chunk, settings: Settings) -> str:
     span = next(layout.spans(chunk))
     bucket = layout.buckets[chunk.pieces[0].bucket]
     param = next(param for param in bucket.params if param.name == span.param)
-    return _codec_for(bucket, param, settings)
+    return travels_by(bucket, param, settings)
 
 
 def tasks_of(layout: Layout, settings: Settings, chunk_bytes: int) -> Iterator[tuple[Task, ...]]:
@@ -81,20 +114,47 @@ def tasks_of(layout: Layout, settings: Settings, chunk_bytes: int) -> Iterator[t
         yield tuple(Task(0, op, chunk, codec, number) for number, op in enumerate(ops))
 
 
-def _codec_for(bucket: BucketSpec, param: ParamSpec, settings: Settings) -> str:
-    """The first rule whose pattern fits; else the codec, unless that is for large ones only.
+def travels_by(bucket: BucketSpec, param: ParamSpec, settings: Settings) -> str:
+    """A parameter's codec: that of the first rule that fits; else `codec`, unless it is for large.
 
     Biases and the weights of norms have one dimension: few bytes, and most sensitive to errors.
     """
     dtype: torch.dtype = getattr(torch, bucket.dtype)
-    for pattern, name in parse_rules(settings.codec_rules):
-        if fnmatchcase(param.name, pattern):
-            return _if_it_fits(name, bucket, dtype)
+    rule = _first_rule(settings.codec_rules, param.name)
+    if rule is not None:
+        return _if_it_fits(rule, bucket, dtype)
     codec = codecs.get(settings.codec)
     vector = len(param.shape) == 1 or param.numel == 1
     if not codec.for_all and (vector or param.numel < settings.codec_min_numel):
         return "none"
     return _if_it_fits(str(codec), bucket, dtype)
+
+
+def _first_rule(text: str, param: str) -> str | None:
+    """The codec of the first rule that fits."""
+    by_name, patterns = _sorted_rules(text)
+    place, codec = by_name.get(param, (len(by_name) + len(patterns), None))
+    for at, pattern, other in patterns:
+        if at > place:
+            break
+        if fnmatchcase(param, pattern):
+            return other
+    return codec
+
+
+@cache
+def _sorted_rules(
+    text: str,
+) -> tuple[dict[str, tuple[int, str]], tuple[tuple[int, str, str], ...]]:
+    """Rules for one name each, which the automatic mode makes by the hundred; and the others."""
+    by_name: dict[str, tuple[int, str]] = {}
+    patterns = []
+    for at, (pattern, codec) in enumerate(parse_rules(text)):
+        if any(sign in pattern for sign in "*?["):
+            patterns.append((at, pattern, codec))
+        else:
+            by_name.setdefault(pattern, (at, codec))
+    return by_name, tuple(patterns)
 
 
 def _if_it_fits(name: str, bucket: BucketSpec, dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,15 +19,23 @@ from commsched import policies
 from commsched.checkpoint import Checkpoint, cut_by, gathered
 from commsched.engine import Engine
 from commsched.errors import CommSchedError
+from commsched.gauge import Gauge
 from commsched.group import Membership, timeout_of
 from commsched.jobs import Job, Progress
 from commsched.lane import Lane
 from commsched.memory import Memory
+from commsched.metrics import Facts, MetricsFile, metrics_of
 from commsched.model import Buckets
 from commsched.overlap import Overlap
+from commsched.plain import Plain
 from commsched.planner import Begin
+from commsched.recorder import Recorder, stats_order
 from commsched.report import Exposure, Report
 from commsched.settings import Settings
+from commsched.steering import Mode, Steering
+from commsched.trace import SILENT, Silent, Tracer
+from commsched.trials import Search
+from commsched.tuner import Outcome
 
 __all__ = ["Session"]
 
@@ -39,12 +47,12 @@ SLACK = 1 / 8  # so much is sent in about the time in which the reducer copies t
 class _Step:
     """The buckets of one backward."""
 
-    def __init__(self, slack: float, deferring: bool) -> None:
+    def __init__(self, slack: float, mode: Mode) -> None:
         self.progress = Progress(slack)
         self.jobs: list[Job] = []
         self.keys: list[int] = []
         self.graph_tasks: set[int] = set()  # autograd's ids, of those that have our callback
-        self.deferring = deferring
+        self.mode = mode
         self.saw_last = False
         self.ended = False
 
@@ -65,10 +73,11 @@ class Session:
         buckets: Buckets,
         optimizers: tuple[Optimizer, ...] = (),
         resumed: Checkpoint | None = None,
+        fixed: frozenset[str] = frozenset(),
     ) -> None:
         timeout_s = settings.timeout_s or timeout_of(process_group)
-        chosen = settings.policy != policies.AUTO
-        policy = settings.policy if chosen else "priority" if optimizers else "fifo"
+        auto, ddp = settings.policy == policies.AUTO, buckets.ddp
+        policy = "fifo" if auto else settings.policy
         self.settings = settings = replace(settings, timeout_s=timeout_s, policy=policy)
         self.buckets = buckets
         self.exposure = Exposure()
@@ -76,14 +85,32 @@ class Session:
         self._member = member = Membership(process_group, buckets.digest)
         if resumed is not None:
             resumed = self._restore(resumed)
-        ddp = buckets.ddp
         # Before any thread is started, since it may refuse.
         if optimizers:
             Overlap.refuse(ddp, optimizers)
-        self.engine = Engine(member, settings, self.memory, bool(optimizers), resumed)
+        self.tracer = _tracer(settings, member, buckets.digest)
+        search = None
+        if auto and ddp is not None:
+            search = Search(fixed, bool(optimizers), buckets.digest)
+        self.engine = Engine(
+            member, settings, self.memory, bool(optimizers), resumed, search, self.tracer
+        )
+        self._plain = Plain(process_group, self.engine, timeout_s, self.tracer)
+        self._metrics: MetricsFile | None = None
+        if settings.metrics:
+            self._metrics = MetricsFile(settings.metrics, member.global_rank, len(member.ranks))
+        self._begun = 0  # steps
+        self._noted: Outcome | None = None  # by the trace
         self.overlap: Overlap | None = None
-        if optimizers and ddp is not None:
-            self.overlap = Overlap(ddp, optimizers, self.engine, wanted=chosen)
+        self._meter: Overlap | Gauge | None = None
+        self.steering: Steering | None = None
+        if ddp is not None and optimizers:
+            self._meter = self.overlap = Overlap(ddp, optimizers, self.engine, self.tracer)
+        elif ddp is not None and (auto or settings.trace):
+            self._meter = Gauge(ddp, Recorder(stats_order(ddp), tracer=self.tracer))
+        if ddp is not None and self._meter is not None:
+            defers, step = bool(optimizers) and not auto, self.memory.step
+            self.steering = Steering(ddp, self.engine, self._meter.recorder, defers, step)
         # Where DDP leaves out unused buckets, or registers them late, it may never say "last".
         self._says_last_later = ddp is not None and not ddp.skip_all_reduce_unused_params
         self._says_last = self._says_last_later and not (ddp is not None and ddp.static_graph)
@@ -101,8 +128,7 @@ class Session:
     def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """One hook call.
 
-        Blocks in a static graph's first backward, and with handed-over optimizers once in a hundred
-        steps, until the ranks have compared the length of their steps.
+        Blocks in a static graph's first backward.
         """
         buffer = bucket.buffer()
         key, spec = self.buckets.recognise(bucket, buffer)
@@ -113,49 +139,105 @@ class Session:
         params = bucket.parameters()
         in_backward = self._queue_callback(step)
         deferred = False
-        if self.overlap is not None and in_backward and step.deferring:
+        if self.overlap is not None and in_backward and step.mode.deferred:
             deferred = self.overlap.may_defer(params, spec, buffer)
         job = Job(key, spec, buffer, step.progress, deferred)
         step.jobs.append(job)
         step.keys.append(key)
         try:
-            if self.overlap is not None:
-                self.overlap.on_bucket(job, params, begins)
-            self.engine.submit(job, begins)
+            if self._meter is not None:
+                self._meter.on_bucket(job, params, begins)
+            if step.mode.plain:
+                self._plain.submit(job, len(step.jobs) - 1)
+            else:
+                self.engine.submit(job, begins)
         except CommSchedError as error:
             self.engine.fail(error)
             if not in_backward:
                 raise  # a joined rank drops the results, and an error in them
             job.finish(error)
-        if self.overlap is not None and begins is not None and begins.drift is not None:
-            self.overlap.agree_on_drift(begins)
         if bucket.is_last():
             step.saw_last = True
-            self.engine.end(step.progress)
+            self._end(step)
             self._step = None
-        if self._wait_in_hook:
+        if self._wait_in_hook or (step.mode.plain and not in_backward):
             self._wait(job.done.is_set)
         return job.future
 
     def _begin(self) -> Begin:
         """A new step."""
-        begins, deferring = Begin(), False
-        if self.overlap is not None:
-            begins, deferring = self.overlap.begin(self._keys)
-        self._step = _Step(self._slack, deferring)
+        begins, mode, steering = Begin(), Mode(), self.steering
+        if steering is not None:
+            begins, mode = steering.begin(self._keys)
+            steering.advise()
+            if self.overlap is not None:
+                self.overlap.begin(steering.phases.measuring)
+        begins.step, self._begun = self._begun, self._begun + 1
+        if self.tracer.clock_due(begins.step):
+            mode = mode._replace(plain=False)  # ranks talk in the order of the engine's tasks
+        if mode.plain:
+            self.engine.count_step()
+        self._trace_step(begins.step, mode)
+        self._trace_outcome()
+        if self._metrics is not None:
+            self._metrics.maybe_write(self.report, self._facts)
+        self._step = _Step(self._slack, mode)
         self._keys = self._step.keys
         return begins
+
+    def _trace_step(self, step: int, mode: Mode) -> None:
+        made, steering = self.engine.planner.made, self.steering
+        self.tracer.begin_step(
+            step,
+            "settled" if steering is None else steering.phases.name,
+            self.engine.planner.active.policy if steering is None else steering.choice,
+            None if made is None or mode.plain else made.plan.digest,
+            mode.deferred,
+            time.monotonic(),
+        )
+
+    def _trace_outcome(self) -> None:
+        outcome = None if self.steering is None else self.steering.outcome
+        if outcome is not self._noted and outcome is not None:
+            self.tracer.note("commsched_tuning", outcome=outcome.to_dict())
+        self._noted = outcome
+
+    def _end(self, step: _Step) -> None:
+        """All its buckets have come."""
+        if step.mode.plain:
+            step.progress.end()
+        else:
+            self.engine.end(step.progress)
 
     def report(self) -> Report:
         """What was measured so far."""
         engine, made = self.engine, self.engine.planner.made
         digest = None if made is None else made.plan.digest
-        settings = engine.planner.active
-        report = self.exposure.report(engine.wire_bytes, settings.codec, settings.policy, digest)
-        outlook = None if self.overlap is None else self.overlap.outlook()
+        settings, steering = engine.planner.active, self.steering
+        sent = engine.wire_bytes + self._plain.wire_bytes
+        report = self.exposure.report(sent, settings.codec, settings.policy, digest)
+        if steering is None:
+            return report
+        outcome, outlook = steering.outcome, steering.outlook()
+        tuning = None if outcome is None else outcome.to_dict()
+        report = replace(report, choice=steering.choice, tuning=tuning)
         if outlook is None:
             return report
         return replace(report, predicted_ms=1e3 * outlook.step_s, ideal_ms=1e3 * outlook.ideal_s)
+
+    def metrics(self) -> dict[str, float]:
+        """What was measured so far, as flat numbers."""
+        return metrics_of(self.report(), self._facts())
+
+    def _facts(self) -> Facts:
+        return Facts(
+            world_size=len(self._member.ranks),
+            steps=self._begun,
+            exposed_s=self.exposure.total_s,
+            wire_bytes=self.engine.wire_bytes + self._plain.wire_bytes,
+            tasks=self.engine.tasks,
+            errors=int(self.engine.failed),
+        )
 
     def _queue_callback(self, step: _Step) -> bool:
         """Have `_end_of_backward` called; False outside a backward (join's shadow calls).
@@ -180,11 +262,10 @@ class Session:
             self._step = None
         if self._wait_in_hook:
             self._wait_in_hook, self._says_last = False, self._says_last_later
-        self.engine.end(step.progress)
+        self._end(step)
         begin_s = time.monotonic()
         try:
-            if self.overlap is not None:
-                self.overlap.end_of_backward(step.jobs)
+            self._end_measured(step)
             self._wait_for(step)
             self.engine.raise_error()  # here too: not everything that wraps a hook uses its result
         except BaseException:
@@ -192,15 +273,26 @@ class Session:
             if ddp is not None:
                 ddp.reducer._reset_state()  # it will not see the end of this backward
             raise
-        self.exposure.add([job.timing for job in step.jobs], begin_s)
+        settled = self.steering is None or self.steering.phases.name == "settled"
+        self.exposure.add([job.timing for job in step.jobs], begin_s, settled)
+
+    def _end_measured(self, step: _Step) -> None:
+        if self._meter is not None:
+            self._meter.end_of_backward()
+        if self.overlap is None or self.steering is None:
+            return
+        if not all(self.steering.phases.knows(job.key) for job in step.jobs):
+            self.overlap.deferred.make_whole()  # DDP may be about to replace the buckets
 
     def _wait_for(self, step: _Step) -> None:
-        if self.overlap is None:
-            self._wait(step.progress.near.is_set)
-            return
         begin_s = time.monotonic()
-        self._wait(lambda: all(job.done.is_set() for job in step.jobs if job.visible))
-        self.overlap.recorder.waited(begin_s, time.monotonic())
+        with self.tracer.region("wait", "training", step=self.tracer.step, bucket=None):
+            if self.overlap is None:
+                self._wait(step.progress.near.is_set)
+            else:
+                self._wait(lambda: all(job.done.is_set() for job in step.jobs if job.visible))
+        if self._meter is not None:
+            self._meter.recorder.waited(begin_s, time.monotonic())
 
     def _restore(self, resumed: Checkpoint) -> Checkpoint:
         """Fill the memory; what is needed besides."""
@@ -232,6 +324,7 @@ class Session:
             settings=cut_by(planner.active),
             verdict=None if verdict is None else verdict.to_dict(),
             plan="" if made is None else made.plan.to_json(),
+            tuning=None if planner.trials is None else planner.trials.to_save,
             factors={
                 param: {name: tensor.clone() for name, tensor in factors.items()}
                 for param, factors in memory.factors.items()
@@ -260,9 +353,13 @@ class Session:
         except CommSchedError as error:
             logger.error("optimizer steps are lost: %s", error)
         finally:
-            if self.overlap is not None:
-                self.overlap.close()
+            if self._meter is not None:
+                self._meter.close()
             self.engine.close()
+            self._plain.close()
+            self.tracer.close()
+            if self._metrics is not None:
+                self._metrics.close(self.report(), self._facts())
 
     def _wait(self, done: Callable[[], object]) -> None:
         """Wait until `done()`. An error is left to the jobs' results: they raise in the reducer."""
@@ -273,3 +370,16 @@ class Session:
                 CommSchedError(f"interrupted by {type(error).__name__}; restart the process")
             )
             raise
+
+
+def _tracer(settings: Settings, member: Membership, model: str) -> Silent:
+    if not settings.trace:
+        return SILENT
+    return Tracer(
+        settings.trace,
+        member.global_rank,
+        len(member.ranks),
+        settings.trace_steps,
+        model=model,
+        settings=asdict(settings),
+    )

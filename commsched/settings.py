@@ -14,9 +14,18 @@ from typing import Any, get_type_hints
 
 from commsched import codecs, policies
 from commsched.errors import SettingsError
-from commsched.rules import parse_rules
+from commsched.rules import parse_allow, parse_rules
 
-__all__ = ["PREFIX", "Resolved", "SettingSpec", "Settings", "resolve", "specs"]
+__all__ = [
+    "PREFIX",
+    "Resolved",
+    "SettingSpec",
+    "Settings",
+    "resolve",
+    "settings_markdown",
+    "specs",
+    "text_of",
+]
 
 PREFIX = "COMMSCHED_"
 MB = 2**20  # as in DDP's bucket_cap_mb
@@ -52,7 +61,7 @@ class Settings:
     )
     policy: str = _setting(
         policies.AUTO,
-        "the order of tasks; auto: priority where State has the optimizer and it gains, else fifo",
+        "the order of tasks; auto: measures, tries the most promising ones, and keeps the fastest",
         choices=lambda: (policies.AUTO, *policies.names()),
     )
     codec: str = _setting(
@@ -87,6 +96,17 @@ class Settings:
         "add what a step's encoding lost to the next gradient; auto: where the codec is biased",
         choices=lambda: ("auto", "0", "1"),
     )
+    allow: str = _setting(
+        "",
+        "lossy codecs that policy=auto may choose where they gain; none unless named here",
+        reads=parse_allow,
+        form=lambda: "codec,codec,... as in codec",
+    )
+    tuning_file: str = _setting(
+        "",
+        "file where policy=auto keeps its choice; a later run of the same job tries nothing",
+        form=lambda: "a path",
+    )
     chunk_mb: float = _setting(
         0.0,
         "gradients per collective: larger buckets are cut to this; 0: the policy chooses (fifo: 4)",
@@ -110,6 +130,26 @@ class Settings:
         "the longest a wait may take before it is an error; 0: the timeout of DDP's process group",
         low=0.0,
         high=604800.0,
+    )
+    trace: str = _setting(
+        "",
+        "folder for a timeline of every rank (`commsched report` reads it); none when empty",
+        form=lambda: "a path",
+        per_rank=True,
+    )
+    trace_steps: str = _setting(
+        "0:200",
+        "the steps that the timeline holds, without the last; each end may be left out",
+        reads=lambda text: __import__("commsched.trace", fromlist=["parse_steps"]).parse_steps(
+            text
+        ),
+        form=lambda: "first:end",
+    )
+    metrics: str = _setting(
+        "",
+        "folder for a Prometheus text file of every rank; none when empty",
+        form=lambda: "a path",
+        per_rank=True,
     )
     log_level: str = _setting(
         "warning",
@@ -292,3 +332,21 @@ def _refuse_unknown(said: Mapping[str, Any], known: list[str], kind: str) -> Non
                 f"unknown {kind} {name}={value!r}; nearest known: {near[0]}. "
                 f"Known: {', '.join(known)}"
             )
+
+
+def settings_markdown() -> str:
+    """The registry as a Markdown table, for the documentation."""
+    lines = ["| variable | default | allowed | meaning |", "|---|---|---|---|"]
+    for spec in specs():
+        allowed = spec.allowed.replace("|", "\\|")
+        lines.append(f"| `{spec.variable}` | {text_of(spec.default)} | {allowed} | {spec.doc} |")
+    return "\n".join(lines)
+
+
+def text_of(value: object) -> str:
+    """A setting's value as the environment variable takes it."""
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)

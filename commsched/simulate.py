@@ -34,7 +34,7 @@ class TaskTimes:
     ready_s: float  # all it waits for is done: its buckets' hooks, or its chunk's reduce-scatter
     issued_s: float  # its turn in the plan has come and credit allows it
     begin_s: float  # its first byte is on the wire
-    end_s: float
+    end_s: float  # it is decoded
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,15 @@ def link_seconds(task: Task, profile: Profile) -> float:
     return task.sent_bytes(profile.world_size) * profile.link.beta_s
 
 
-def simulate(plan: Plan, profile: Profile, deferred: bool = True) -> Timeline:
+NO_CODING: Mapping[str, float] = {}
+
+
+def simulate(
+    plan: Plan,
+    profile: Profile,
+    deferred: bool = True,
+    coding_s: Mapping[str, float] = NO_CODING,
+) -> Timeline:
     """Predict one step.
 
     Args:
@@ -75,8 +83,11 @@ def simulate(plan: Plan, profile: Profile, deferred: bool = True) -> Timeline:
         profile: the model and the link.
         deferred: the optimizer step of a parameter waits until just before the next forward reads
             it, and so does the training thread. False: it waits at the end of backward for all.
+        coding_s: by codec, the seconds that the engine's one thread takes to encode and decode a
+            byte of gradients (see `pricing.coding_s`). Codecs not in it are taken to be free. What
+            this takes away from computing, where both share cores, is not predicted.
     """
-    times = tuple(_on_the_wire(plan, profile))
+    times = tuple(_on_the_wire(plan, profile, coding_s))
     waits = _waits_in_forward if deferred else _waits_after_backward
     exposed_s = [0.0] * len(profile.layout.buckets)
     for bucket, wait_s in waits(plan, profile, times):
@@ -84,8 +95,15 @@ def simulate(plan: Plan, profile: Profile, deferred: bool = True) -> Timeline:
     return Timeline(times, tuple(exposed_s), profile.compute_s)
 
 
-def _on_the_wire(plan: Plan, profile: Profile) -> Iterator[TaskTimes]:
-    """Issue in plan order: the head waits until it is ready, then until credit allows it."""
+def _on_the_wire(
+    plan: Plan, profile: Profile, coding_s: Mapping[str, float]
+) -> Iterator[TaskTimes]:
+    """Issue in plan order: the head waits until it is ready, then until credit allows it.
+
+    One thread encodes, issues and decodes. Half of a codec's time is encoding, before a task can go
+    (while those before it travel); the other half is decoding what has come.
+    """
+    rounds = {task.chunk: task.round + 1 for task in plan.tasks}
     now_s = free_s = 0.0
     used = 0
     in_flight: deque[tuple[float, int]] = deque()  # end, encoded bytes; also of some that ended
@@ -95,17 +113,21 @@ def _on_the_wire(plan: Plan, profile: Profile) -> Iterator[TaskTimes]:
             ready_s = before_s[task.chunk]
         else:
             ready_s = max(profile.ready_s[piece.bucket] for piece in task.chunk.pieces)
-        now_s = max(now_s, ready_s)
+        half_s = coding_s.get(task.codec, 0.0) * task.chunk.nbytes / rounds[task.chunk] / 2
+        now_s = max(now_s, ready_s) + half_s
         while in_flight and used + task.wire_bytes > plan.credit_bytes:
             end_s, nbytes = in_flight.popleft()
             now_s = max(now_s, end_s)
             used -= nbytes
-        begin_s = max(free_s, now_s + profile.link.alpha_s)
+        # The link's alpha is an all-reduce's, which is two passes over all ranks.
+        passes = 1.0 if task.op == "all_reduce" else 0.5
+        begin_s = max(free_s, now_s + passes * profile.link.alpha_s)
         free_s = begin_s + link_seconds(task, profile)
         in_flight.append((free_s, task.wire_bytes))
         used += task.wire_bytes
-        before_s[task.chunk] = free_s
-        yield TaskTimes(ready_s, now_s, begin_s, free_s)
+        before_s[task.chunk] = free_s + half_s
+        yield TaskTimes(ready_s, now_s, begin_s, free_s + half_s)
+        now_s += half_s
 
 
 Waits = Iterator[tuple[int, float]]  # bucket, how long the training thread waits for it
@@ -126,7 +148,7 @@ def _waits_in_forward(plan: Plan, profile: Profile, times: Iterable[TaskTimes]) 
 
 def _waits_after_backward(plan: Plan, profile: Profile, times: Iterable[TaskTimes]) -> Waits:
     until_s = profile.backward_s
-    for task, task_times in zip(plan.tasks, times, strict=True):  # they end in order
+    for task, task_times in zip(plan.tasks, times, strict=True):
         wait_s = max(0.0, task_times.end_s - until_s)
         until_s += wait_s
         yield task.chunk.pieces[-1].bucket, wait_s

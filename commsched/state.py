@@ -22,10 +22,11 @@ from commsched.errors import CommSchedError, SettingsError
 from commsched.group import Board, Membership
 from commsched.handover import accept
 from commsched.jobs import Poison
+from commsched.metrics import MetricsFile, metrics_of
 from commsched.model import Buckets, find_ddp
 from commsched.overlap import Overlap
 from commsched.report import Report, inactive
-from commsched.rules import used
+from commsched.rules import parse_allow, used
 from commsched.session import Session
 from commsched.settings import Resolved, Settings, resolve
 
@@ -89,7 +90,10 @@ class State:
         self._inactive = "no gradient bucket has come yet"
         self._closed = False
         _set_log_level(self._resolved)
-        for codec in map(codecs.get, used(self.settings)):
+        if self.settings.metrics:
+            MetricsFile.require(self.settings.metrics)
+        named = [*used(self.settings), *parse_allow(self.settings.allow)]
+        for codec in map(codecs.get, named):
             if codec.needs_feedback and self.settings.error_feedback == "0":
                 raise SettingsError(f"codec {codec.name!r} does not work with error_feedback='0'")
             if self.settings.enabled:
@@ -206,6 +210,15 @@ class State:
             return inactive(self._inactive)
         return self._session.report()
 
+    def metrics(self) -> dict[str, float]:
+        """The report's figures as a flat dictionary of numbers, for TensorBoard's or W&B's loggers.
+
+        Names begin with "commsched/"; what is not known is left out. See `commsched.metrics`.
+        """
+        if self._session is None:
+            return metrics_of(inactive(self._inactive))
+        return self._session.metrics()
+
     def bind(self, ddp: DistributedDataParallel) -> None:
         """Tell the state its model, so that it need not search for it. `attach` does.
 
@@ -287,6 +300,7 @@ class State:
             Buckets(self._model()),
             self._optimizers,
             self._resumed,
+            frozenset(name for name, said in self._resolved.origin.items() if said != "default"),
         )
         self._resumed = None  # it is the session's now
         # Not a bound method of self: the finalizer must not keep this object alive. It also runs

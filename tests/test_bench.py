@@ -159,9 +159,10 @@ def test_a_hook_has_settings_and_ddp_has_some(
     spec = HookSpec.parse(text)
     assert (spec.text, spec.name) == (text, text.partition(":")[0])
     assert (spec.settings, spec.ddp) == (settings, ddp)
+    tries = spec.name == "commsched" and settings.get("policy", "auto") == "auto"
     measures = settings.get("optimizer") or "codec" in settings  # and prices, before it plans
-    assert spec.warmup(4) == (12 if measures else 4)
-    assert spec.warmup(20) == 20
+    assert spec.warmup(4) == (60 if tries else 12 if measures else 4)
+    assert spec.warmup(70) == 70
 
 
 @pytest.mark.parametrize(

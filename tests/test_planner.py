@@ -135,7 +135,8 @@ def trained(rank: int, steps: int, defer: bool = False, hooked: bool = True, **c
     state = None
     with watching(issued):
         if hooked:
-            chosen = {**SIZES, "codec_min_numel": 64, **chosen}
+            own = {} if defer else {"policy": "fifo"}  # the automatic mode measures the real link
+            chosen = {**SIZES, "codec_min_numel": 64, **own, **chosen}
             state = commsched.attach(model, optimizer=optimizer if defer else None, **chosen)
         for step in range(steps):
             torch.manual_seed(10 * step + rank)

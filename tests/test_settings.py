@@ -34,6 +34,14 @@ READ = {  # texts that are read: some that mean something, some that do not and 
             "fp16:bits=4": "codec 'fp16' has no option 'bits': it has none",
         },
     ),
+    "allow": (
+        ("int8", "bf16,topk:ratio=0.02,int8"),
+        {"fp61": "did you mean 'fp16'?", "topk:ratio=0.01,bits=4": "no option 'bits'"},
+    ),
+    "trace_steps": (
+        ("10:20", "10:"),
+        {"10": "write the first one and the one after", "20:10": "10:20", "a:b": "10:20"},
+    ),
     "codec_rules": (
         ("head.*=none", "*.weight=bf16;*=fp16"),
         {
@@ -60,6 +68,8 @@ def two_values(spec: SettingSpec) -> tuple[Any, Any]:
         return others[0], others[-1]
     if spec.type is bool:
         return (not spec.default), spec.default
+    if spec.type is str:
+        return "one/path", "another"
     assert spec.low is not None
     assert spec.high is not None
     if spec.type is int:
