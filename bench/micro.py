@@ -6,7 +6,6 @@ python -m pytest bench/micro.py --benchmark-columns=min,median,stddev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,9 +23,8 @@ from commsched.packer import Packer
 from commsched.pending import mark_param, unmark
 from commsched.plan import Plan
 from commsched.policies import get as get_policy
-from commsched.profile import Link, Profile
+from commsched.profile import Profile
 from commsched.settings import Settings
-from commsched.simulate import simulate
 
 CHUNK_NUMEL = 2**20  # 4 MB of float32: the default chunk
 SHAPE = (1024, 1024)
@@ -49,19 +47,6 @@ def one_thread() -> None:
 
 def _plan() -> Plan:
     return get_policy("fifo")(Profile.unmeasured(LAYOUT, 2), Settings())
-
-
-def _profile() -> Profile:
-    """What a plan for the next forward is made from: backward in 0.5 s, forward in 0.25 s."""
-    blank = Profile.unmeasured(LAYOUT, 2)
-    count = len(blank.params)
-    params = tuple(
-        replace(param, ready_s=0.5 * at / count, use_s=0.25 * (1 - at / count))
-        for at, param in enumerate(blank.params, 1)
-    )
-    ready_s = tuple(0.1 * (at + 1) for at in range(len(LAYOUT.buckets)))
-    link = Link(alpha_s=1e-3, beta_s=8e-9)
-    return Profile(LAYOUT, 2, ready_s, params, 0.25, 0.5, 0.01, link)
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -152,32 +137,6 @@ def test_memory(benchmark: BenchmarkFixture, same: bool) -> None:
                 memory.slot("error", spans)
 
     benchmark(once)
-
-
-def test_plan(benchmark: BenchmarkFixture) -> None:
-    """Cutting 120 MB into chunks, with its digest."""
-    benchmark(lambda: _plan().digest)
-
-
-def test_plan_with_rules(benchmark: BenchmarkFixture) -> None:
-    """The same where every fourth parameter travels by another codec."""
-    settings = Settings(codec="bf16", codec_rules="*.[048]=none;*.11=fp16")
-    blank = Profile.unmeasured(LAYOUT, 2)
-    benchmark(lambda: get_policy("fifo")(blank, settings).digest)
-
-
-@pytest.mark.parametrize("policy", ["priority", "rs_ag"])
-def test_plan_for_the_next_forward(benchmark: BenchmarkFixture, policy: str) -> None:
-    """The same, in the order in which the next forward needs it."""
-    profile = _profile()
-    benchmark(lambda: get_policy(policy)(profile, Settings()))
-
-
-def test_simulation(benchmark: BenchmarkFixture) -> None:
-    """One step of that plan."""
-    profile = _profile()
-    plan = get_policy("priority")(profile, Settings())
-    benchmark(lambda: simulate(plan, profile).step_s)
 
 
 def test_pending(benchmark: BenchmarkFixture) -> None:
