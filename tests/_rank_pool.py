@@ -1,7 +1,7 @@
 """The parent's side of the multi-rank test harness: processes and pools.
 
 Tests use ``tests.distributed``; this module is what it is built on. The other
-end of the socket is ``_rank_worker.py``.
+end of the socket is ``_rank_worker.py``; it is forked by ``_rank_nursery.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from tests._rank_nursery import Forked, fork
 from tests._rank_verdict import Verdict, report
 
 START_TIMEOUT_S = 90.0  # processes, `import torch` on a busy machine, rendezvous
@@ -28,6 +29,7 @@ PING_TIMEOUT_S = 10.0
 EXIT_TIMEOUT_S = 20.0  # from the end of a body to the end of its fresh process
 CLOSE_TIMEOUT_S = 5.0
 DUMP_TIMEOUT_S = 2.0
+DUMP_STILL = 5  # polls in a row in which no dump grew: a busy machine may stop in one
 POLL_S = 0.02  # only for noticing deaths: a result wakes the parent at once
 DUMP_SIGNAL = signal.SIGUSR2  # see _rank_worker.py
 TAIL_BYTES = 65_536
@@ -45,31 +47,25 @@ class _Worker:
         self.ended_at = 0.0  # when the outcome came
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.conn, theirs = Pipe()
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", str(_WORKER), str(theirs.fileno())],
-            env={
-                **_ENV,
-                "RANK": str(rank),  # these as torchrun sets them
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                **env,
-            },
-            cwd=_WORKER.parent.parent,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,  # Ctrl-C is pytest's; one killpg gets grandchildren
-        )
+        everything = {
+            **_ENV,
+            "RANK": str(rank),  # these as torchrun sets them
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **env,
+        }
+        # What is asked for must be there when torch is imported.
+        start = _started if env else _forked
+        self.process = start(rank, everything, theirs.fileno(), self.log.fileno())
         theirs.close()
         boot = {
             "rank": rank,
             "world_size": world_size,
             "port": port,
-            "parent_pid": os.getpid(),
+            "parent_pid": getattr(self.process, "parent_pid", os.getpid()),
             "sys_path": sys.path,
             "start_timeout_s": START_TIMEOUT_S,
             "group_timeout_s": GROUP_TIMEOUT_S,
@@ -129,6 +125,28 @@ class _Worker:
         self.process.wait()
         self.conn.close()
         self.log.close()
+
+
+def _started(
+    rank: int, env: Mapping[str, str], conn: int, log: int
+) -> subprocess.Popen[bytes] | Forked:
+    return subprocess.Popen(
+        [sys.executable, "-u", str(_WORKER), str(conn)],
+        env=env,
+        cwd=_WORKER.parent.parent,
+        pass_fds=[conn],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C is pytest's; one killpg gets grandchildren
+    )
+
+
+def _forked(
+    rank: int, env: Mapping[str, str], conn: int, log: int
+) -> subprocess.Popen[bytes] | Forked:
+    with open(os.devnull) as nothing:
+        return fork(rank, _ENV, env, (nothing.fileno(), log, conn))
 
 
 class Pool:
@@ -238,12 +256,12 @@ def _stop_hung(hung: list[tuple[_Worker, str]], seconds: float) -> dict[int, Ver
     for worker, _ in hung:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.process.pid, DUMP_SIGNAL)
-    deadline, sizes, last = time.monotonic() + DUMP_TIMEOUT_S, starts, None
-    while hung and time.monotonic() < deadline:  # until each dump has begun and stopped growing
-        if sizes == last and all(size > start for size, start in zip(sizes, starts, strict=True)):
-            break
+    deadline, last, still = time.monotonic() + DUMP_TIMEOUT_S, starts, 0
+    while hung and still < DUMP_STILL and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        last, sizes = sizes, [worker.log_size() for worker, _ in hung]
+        sizes = [worker.log_size() for worker, _ in hung]
+        begun = all(size > start for size, start in zip(sizes, starts, strict=True))
+        still, last = (still + 1 if begun and sizes == last else 0), sizes
     verdicts = {}
     for (worker, reason), start in zip(hung, starts, strict=True):
         stacks, outcome = worker.log_tail(start), worker.outcome or {}

@@ -1,4 +1,4 @@
-"""One rank of the multi-rank test harness; started as a script by ``tests/_rank_pool.py``.
+"""One rank of the multi-rank test harness; forked, or started as a script, by ``_rank_pool.py``.
 
 The process talks to the parent over one inherited socket, with plain pickles
 (not ``Connection.send``: importing torch.multiprocessing teaches that one to
@@ -46,9 +46,9 @@ class ThreadLeakError(AssertionError):
     """A body returned and left threads running."""
 
 
-def main() -> None:
+def serve(fd: int) -> None:
     """Joins the default group, then serves commands until told to close."""
-    conn = Connection(int(sys.argv[1]))
+    conn = Connection(fd)
     os.set_inheritable(conn.fileno(), False)  # a grandchild holding it would hide our death
     boot = pickle.loads(conn.recv_bytes())
     _prepare_process(boot["parent_pid"])
@@ -76,11 +76,16 @@ def main() -> None:
             return
 
 
-def _prepare_process(parent_pid: int) -> None:
-    if sys.platform == "linux":  # a pytest that is SIGKILLed must not leave orphans
+def end_with_parent(parent_pid: int) -> None:
+    """Die when the parent does: a pytest that is SIGKILLed must not leave orphans."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def _prepare_process(parent_pid: int) -> None:
+    end_with_parent(parent_pid)
     # A background shell job ignores SIGINT and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
@@ -273,4 +278,4 @@ def _send(conn: Connection, outcome: Outcome) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(int(sys.argv[1]))

@@ -22,7 +22,7 @@ from commsched.codecs import kernels  # noqa: E402
 from tests import distributed  # noqa: E402
 
 # A busy machine is no reason to fail.
-hypothesis.settings.register_profile("calm", deadline=None)
+hypothesis.settings.register_profile("calm", deadline=None, max_examples=50)
 hypothesis.settings.load_profile("calm")
 
 

@@ -36,15 +36,18 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests import _rank_nursery
 from tests._rank_pool import Pool
 from tests._rank_verdict import Verdict, report
 
-__all__ = ["Verdict", "close_pools", "ranks", "run_on_ranks"]
+__all__ = ["Verdict", "close_pools", "leaving", "outlive", "ranks", "run_on_ranks"]
 
 _pools: dict[int, Pool] = {}
 
@@ -134,10 +137,40 @@ def run_on_ranks(
     return _run(job, world_size, timeout_s, grace_s)
 
 
+def leaving() -> None:
+    """In a fresh rank: says that it is about to end, to those that `outlive` it."""
+    _store().set(f"leaving/{_rank()}", str(os.getpid()))
+
+
+def outlive(rank: int, limit_s: float = 30.0) -> None:
+    """In a fresh rank: waits until that one's process is gone. As a sleep would, but no longer."""
+    deadline = time.monotonic() + limit_s
+    pid = int(_store().get(f"leaving/{rank}"))  # waits for it
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+
+
+def _store() -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
+
+
 def close_pools() -> None:
     """Ends all rank processes; the next test starts new ones."""
     while _pools:
         _pools.popitem()[1].close()
+    _rank_nursery.close()
 
 
 atexit.register(close_pools)

@@ -34,7 +34,7 @@ def arrays(elements: st.SearchStrategy[float]) -> st.SearchStrategy[np.ndarray]:
 @given(arrays(FLOATS), st.sampled_from(BLOCKS))
 @example(np.full(1, 1e-45, np.float32), 64)
 @example(np.full(200, LARGEST, np.float32), 64)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_bytes_and_values_are_the_oracles(array: np.ndarray, block: int) -> None:
     codec = Sign(block)
     before = array.copy()
@@ -57,7 +57,7 @@ def test_long_inputs_are_the_oracles(block: int, numel: int) -> None:
 
 
 @given(arrays(FLOATS), st.sampled_from(BLOCKS), st.integers(0, 99))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_feedback_is_encode_of_the_sum_and_keeps_the_rest(
     array: np.ndarray, block: int, seed: int
 ) -> None:

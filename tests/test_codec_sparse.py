@@ -40,7 +40,7 @@ FINITE = hnp.arrays(np.float32, SIZES, elements=FLOATS)
 ANY = hnp.arrays(
     np.float32, SIZES, elements=st.floats(width=32) | st.sampled_from([*SPECIAL, NAN, INF, -INF])
 )
-EXAMPLES = settings(deadline=None, max_examples=60)
+EXAMPLES = settings(deadline=None, max_examples=30)
 
 
 def largest(x: np.ndarray, count: int) -> np.ndarray:

@@ -126,7 +126,7 @@ def test_one_element_is_uniform_over_seeds() -> None:
 @example(Ternary(64), np.full(1, 1e-45, np.float32), 0)
 @example(Qsgd(), np.full(200, LARGEST, np.float32), 0)
 @example(Qsgd(), np.full(1, 1e-45, np.float32), 0)
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_bytes_and_values_are_the_oracles(codec: ByteCodec, array: np.ndarray, seed: int) -> None:
     before = array.copy()
     wire = encoded(codec, torch.from_numpy(array), seed)
@@ -147,7 +147,7 @@ def test_long_inputs_are_the_oracles(codec: ByteCodec, numel: int) -> None:
 
 
 @given(codecs, arrays(FLOATS), SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_feedback_is_encode_of_the_sum_and_keeps_the_rest(
     codec: ByteCodec, array: np.ndarray, seed: int
 ) -> None:
@@ -161,7 +161,7 @@ def test_feedback_is_encode_of_the_sum_and_keeps_the_rest(
 
 
 @given(codecs, arrays(FLOATS), SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_decode_add_is_decode_and_one_addition(
     codec: ByteCodec, array: np.ndarray, seed: int
 ) -> None:

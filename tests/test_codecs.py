@@ -199,7 +199,7 @@ def test_the_wire_is_as_declared_and_the_input_stays(name: str, numel: int) -> N
 
 @pytest.mark.parametrize("name", LOCAL)
 @given(x=any_arrays, seed=SEEDS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_encoding_is_numpys(name: str, x: np.ndarray, seed: int) -> None:
     codec = codecs.get(name)
     assert codec.oracle is not None
@@ -215,7 +215,7 @@ def test_encoding_is_numpys(name: str, x: np.ndarray, seed: int) -> None:
 
 @pytest.mark.parametrize("name", LOCAL)
 @given(x=any_arrays, seed=SEEDS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_decoding_is_numpys(name: str, x: np.ndarray, seed: int) -> None:
     codec = codecs.get(name)
     assert codec.oracle is not None
@@ -229,7 +229,7 @@ def test_decoding_is_numpys(name: str, x: np.ndarray, seed: int) -> None:
 
 @pytest.mark.parametrize("name", [n for n in LOCAL if isinstance(codecs.get(n), ByteCodec)])
 @given(x=finite_arrays, y=finite_arrays, seed=SEEDS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_decode_add_adds_what_decode_gives(
     name: str, x: np.ndarray, y: np.ndarray, seed: int
 ) -> None:
@@ -247,7 +247,7 @@ def test_decode_add_adds_what_decode_gives(
 @pytest.mark.parametrize("name", LOCAL)
 @given(x=any_arrays, e=finite_arrays, seed=SEEDS)
 @example(x=np.float32([np.nan, np.inf, -np.inf, 1.001]), e=np.zeros(4, np.float32), seed=0)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_what_was_sent_and_what_is_kept_are_what_was_given(
     name: str, x: np.ndarray, e: np.ndarray, seed: int
 ) -> None:
@@ -271,7 +271,7 @@ def test_what_was_sent_and_what_is_kept_are_what_was_given(
 
 @pytest.mark.parametrize("name", LOCAL)
 @given(x=any_arrays, seed=SEEDS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_what_is_not_finite_does_not_come_out_finite(name: str, x: np.ndarray, seed: int) -> None:
     codec = codecs.get(name)
     grad = torch.from_numpy(x)
@@ -284,7 +284,7 @@ def test_what_is_not_finite_does_not_come_out_finite(name: str, x: np.ndarray, s
 
 @pytest.mark.parametrize("name", [n for n in LOSSY if n not in CASTS])
 @given(x=hnp.arrays(np.float32, SHAPES, elements=st.floats(-(2.0**120), 2.0**120, width=32)))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_what_is_finite_stays_finite(name: str, x: np.ndarray) -> None:
     """Also where a block holds numbers of all sizes: its scale must not overflow."""
     for got in World(codecs.get(name), 2).average([torch.from_numpy(x)] * 2):

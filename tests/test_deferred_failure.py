@@ -12,7 +12,7 @@ import torch
 
 import commsched
 from tests.deferring import Training, differ, slow_wire
-from tests.distributed import Verdict, ranks, run_on_ranks
+from tests.distributed import Verdict, leaving, outlive, ranks, run_on_ranks
 
 
 def ends(*args: object, **kwargs: object) -> list[Verdict]:
@@ -41,7 +41,7 @@ def gone_while_pending(rank: int, world_size: int, what: str, hang: bool) -> str
             training.step(rank)
             if not hang:
                 os._exit(7)
-            time.sleep(6)
+            outlive(0)
             return ""
     training.step(rank)
     assert training.pending() > 0
@@ -58,6 +58,7 @@ def gone_while_pending(rank: int, world_size: int, what: str, hang: bool) -> str
     ):  # and no other error, nor silence
         with pytest.raises(commsched.CommSchedError):
             use(training, rank, again)
+    leaving()
     return str(caught.value)
 
 
@@ -109,7 +110,7 @@ def interrupted(rank: int, world_size: int) -> float:
     if rank == 1:
         with slow_wire(3.0):
             training.step(rank)
-            time.sleep(4)
+            outlive(0)
         return 0.0
     training.step(rank)
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -117,6 +118,7 @@ def interrupted(rank: int, world_size: int) -> float:
     try:
         training.backward(rank)
     except KeyboardInterrupt:
+        leaving()
         return time.monotonic() - begin_s
     raise AssertionError("forward returned without its peer")
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import distributed
+from tests import _rank_nursery, distributed
 from tests.distributed import Verdict, ranks, run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -324,6 +324,50 @@ def test_a_fresh_process_that_does_not_exit_is_hung(monkeypatch: pytest.MonkeyPa
     assert verdict.status == "hung"
     assert verdict.error_text == "the body returned, but the process was still there 0.3 s later"
     assert "threading.py" in verdict.traceback
+
+
+# ---------------------------------------------------------------- where ranks come from
+
+
+def hashed(rank: int, world_size: int) -> int:
+    return hash("a string")
+
+
+def test_neighbouring_ranks_hash_differently() -> None:
+    """As processes do: what depends on the order of a set must not be equal by accident."""
+    values = [verdict.value for verdict in run_on_ranks(hashed, world_size=4)]
+    assert values[0] != values[1]
+    assert values[2] != values[3]
+
+
+def parent_and_session(rank: int, world_size: int) -> tuple[int, int]:
+    return os.getppid(), os.getsid(0)
+
+
+def test_a_rank_is_a_child_of_a_nursery_and_leads_its_own_session() -> None:
+    verdicts = run_on_ranks(parent_and_session, fresh=True)
+    nurseries = [_rank_nursery._nurseries[verdict.rank].process.pid for verdict in verdicts]
+    assert [verdict.value[0] for verdict in verdicts] == nurseries
+    assert len({verdict.value[1] for verdict in verdicts} | set(nurseries)) == 4
+
+
+def test_a_nursery_may_run_only_one_thread() -> None:
+    """What holds a lock in another thread when a process forks holds it forever in the child."""
+    run_on_ranks(all_reduced)
+    for nursery in _rank_nursery._nurseries.values():
+        assert len(list(Path(f"/proc/{nursery.process.pid}/task").iterdir())) == 1
+
+
+def test_a_nursery_that_dies_takes_its_ranks_along_and_is_replaced() -> None:
+    run_on_ranks(all_reduced)
+    first = _rank_nursery._nurseries[0]
+    workers = pids()[2]
+    first.process.kill()
+    first.process.wait()
+    assert distributed._pools[2].workers[0].process.wait(LIMIT_S) == -signal.SIGKILL
+    assert [v.value for v in run_on_ranks(all_reduced)] == [1.0, 1.0]
+    assert _rank_nursery._nurseries[0] is not first
+    assert set(pids()[2]).isdisjoint(workers)
 
 
 # ---------------------------------------------------------------- the session's end

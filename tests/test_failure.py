@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import commsched
 from commsched import codecs
 from commsched.codecs.cast import Fp16
-from tests.distributed import ranks, run_on_ranks
+from tests.distributed import leaving, outlive, ranks, run_on_ranks
 from tests.parity import mlp, mlp_loss
 
 
@@ -73,7 +73,7 @@ def hang_in_the_middle(rank: int, world_size: int) -> str:
     for number in range(3):
         step(model, rank, number)
     if rank == 1:
-        time.sleep(12)
+        outlive(0)
         return "woke up"
     began = time.monotonic()
     with pytest.raises(commsched.CommSchedError) as caught:
@@ -81,6 +81,7 @@ def hang_in_the_middle(rank: int, world_size: int) -> str:
     assert 1.5 < time.monotonic() - began < 10
     with pytest.raises(commsched.CommSchedError):  # again, and not the reducer's own error
         step(model, rank, 4)
+    leaving()
     return str(caught.value)
 
 
@@ -99,13 +100,14 @@ def interrupted(rank: int, world_size: int) -> float:
     for number in range(3):
         step(model, rank, number)
     if rank == 1:
-        time.sleep(8)
+        outlive(0)
         return 0.0
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     try:
         step(model, rank, 3)
     except KeyboardInterrupt:
+        leaving()
         return time.monotonic() - began
     raise AssertionError("backward() returned without its peer")
 
@@ -134,11 +136,12 @@ def unregistered(rank: int, world_size: int) -> str:
     torch.manual_seed(0)
     model = DDP(mlp(), bucket_cap_mb=0.01)
     if rank == 1:
-        time.sleep(6)  # has no hook; its own all-reduce would hang
+        outlive(0)  # has no hook; its own all-reduce would hang
         return ""
     commsched.attach(model, timeout_s=1.5)
     with pytest.raises(commsched.CommSchedError) as caught:
         step(model, rank)
+    leaving()
     return str(caught.value)
 
 

@@ -86,12 +86,30 @@ def test_every_directory_of_modules_is_a_package() -> None:
             assert (module.parent / "__init__.py").exists(), module
 
 
-def test_data_files_are_where_package_data_says(project: dict[str, Any]) -> None:
+def data_files() -> set[Path]:
+    """What is in the packages and is no Python."""
+    found = set()
+    for package in package_dirs().values():
+        for path in package.rglob("*"):
+            top = path.parent
+            while not (top / "__init__.py").exists():
+                top = top.parent
+            if path.is_file() and top == package and path.suffix not in (".py", ".pyc", ".pyo"):
+                found.add(path)
+    # numba's, next to the kernels.
+    return {path for path in found if "__pycache__" not in path.parts}
+
+
+def test_all_data_files_are_packaged(project: dict[str, Any]) -> None:
     data = project["tool"]["setuptools"]["package-data"]
-    assert (ROOT / "commsched" / "py.typed").exists()
-    assert "py.typed" in data["commsched"]
-    suffixes = {path.suffix for path in (ROOT / "cuda").rglob("*.cu*")}
-    assert {f"*{suffix}" for suffix in suffixes} <= set(data["commsched.cuda"])
+    packaged = {
+        path
+        for package, patterns in data.items()
+        for pattern in patterns
+        for path in package_dirs()[package].glob(pattern)
+    }
+    assert ROOT / "commsched" / "py.typed" in packaged
+    assert data_files() == packaged
 
 
 def test_the_version_is_the_packages(project: dict[str, Any]) -> None:
@@ -117,24 +135,58 @@ def test_the_core_depends_on_nothing_of_cuda(project: dict[str, Any]) -> None:
     assert "nvidia" not in needed
 
 
-def imported() -> set[str]:
-    """The top-level names that the package's modules import, wherever in them."""
+def imports_of(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The import statements that run when the module is imported; those for types do not."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (one for branch in node.orelse for one in imports_of(branch))
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from imports_of(node)
+
+
+def imported(always: bool) -> set[str]:
+    """The packages, not ours nor Python's, that ours import: wherever in them, or `always`."""
     found: set[str] = set()
     for path in package_dirs().values():
         for file in path.glob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            for node in imports_of(tree) if always else ast.walk(tree):
                 if isinstance(node, ast.Import):
                     found |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                     found.add(node.module.partition(".")[0])
-    return found
+    return found - set(sys.stdlib_module_names) - {"commsched"}
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=~! ;\[]", line)[0].replace("-", "_") for line in requirements}
+
+
+BY_NAME = {"numba", "prometheus_client"}  # import_module
 
 
 def test_what_is_imported_is_a_dependency(project: dict[str, Any]) -> None:
-    needed = {re.split(r"[<>=~! ;\[]", line)[0] for line in project["project"]["dependencies"]}
-    ours = imported() - set(sys.stdlib_module_names) - {"commsched"}
-    assert ours <= needed, "missing in pyproject.toml"
-    assert needed <= ours | {"numba"}, "not needed"  # numba: imported by name
+    needed = names_of(project["project"]["dependencies"])
+    ours = imported(always=False) | BY_NAME
+    extras = project["project"]["optional-dependencies"]
+    optional = names_of([*extras["plots"], *extras["metrics"]])
+    assert imported(always=True) <= needed, "missing in pyproject.toml, or import it where used"
+    assert ours <= needed | optional, "missing in pyproject.toml"
+    assert needed | optional <= ours, "not needed"
+
+
+def test_the_versions_of_all_that_ci_installs_are_pinned(project: dict[str, Any]) -> None:
+    asked = list(project["project"]["dependencies"])
+    for extra, requirements in project["project"]["optional-dependencies"].items():
+        if not extra.startswith("cuda"):
+            asked += requirements
+    pinned = [
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"
+    ]
+    assert all("==" in line for line in pinned)
+    assert names_of(pinned) == names_of(asked) - {"commsched"}
 
 
 LAZY = """
