@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 __all__ = ["BUILT_IN", "HookSpec", "register"]
 
-BUILT_IN = ("noop", "ddp", "fp16", "bf16", "powersgd")
+BUILT_IN = ("noop", "ddp", "allreduce", "fp16", "bf16", "powersgd")
 
 # Settings that go to DistributedDataParallel, whatever the hook, and what they must be.
 _DDP_KINDS: dict[str, tuple[type, ...]] = {
@@ -124,6 +124,7 @@ def register(spec: HookSpec, ddp: DistributedDataParallel, optimizer: Optimizer)
         return _register_powersgd(ddp)
     hooks = {
         "noop": debugging_hooks.noop_hook,
+        "allreduce": default_hooks.allreduce_hook,  # what DDP does by itself, as a hook
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
     }

@@ -1,8 +1,9 @@
 """Plain: torch's own all-reduce of each bucket, where nothing we could do is faster.
 
-The training thread starts one on DDP's group in each hook call, as DDP itself does without a hook;
-a thread waits for them in that order. No plan and no engine: what is measured and reported, and how
-errors reach the training program, is as it is with them.
+One thread scales each bucket and starts its all-reduce, on DDP's group and in DDP's order; another
+one waits for them. On the training thread the scaling would cost a pass over all gradients, which
+DDP without a hook has in its copy into the bucket. No plan and no engine: what is measured and
+reported, and how errors reach the training program, is as it is with them.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class Plain:
         self._timeout_s = timeout_s
         self._tracer = tracer
         self.wire_bytes = 0
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._works: queue.SimpleQueue[tuple[Job, dist.Work] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def submit(self, job: Job, place: int) -> None:
         """Start summing a bucket.
@@ -73,24 +75,41 @@ class Plain:
         self._engine.watch(job)
         job.add_task(range(len(job.spec.params)))
         job.placed()
+        job.place = place
+        self._trace("ready", job)
+        if not self._threads:
+            rows = (self._issue, "commsched-plain"), (self._wait, "commsched-plain-waiter")
+            self._threads = [threading.Thread(target=t, name=n, daemon=True) for t, n in rows]
+            for thread in self._threads:
+                thread.start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(5 * TICK_S)
+
+    def _issue(self) -> None:
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                if not job.done.is_set():  # else the engine has failed
+                    self._start(job)
+                del job  # it holds gradients
+        self._works.put(None)
+
+    def _start(self, job: Job) -> None:
         if job.spec.sparse:
             job.buffer = job.buffer * (1.0 / self._size)
         elif divided_first(job.buffer.dtype):
             job.buffer.mul_(1.0 / self._size)
         self.wire_bytes += wire_bytes(job.buffer, self._size)
-        work = self._group.allreduce([real(job.buffer)])
-        job.place = place
-        self._trace("ready", job)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, name="commsched-plain", daemon=True)
-            self._thread.start()
-        self._works.put((job, work))
-
-    def close(self) -> None:
-        """End the thread."""
-        self._works.put(None)
-        if self._thread is not None:
-            self._thread.join(5 * TICK_S)
+        try:
+            work = self._group.allreduce([real(job.buffer)])
+        except RuntimeError as error:
+            self._fail(job, str(error).strip())
+        else:
+            self._works.put((job, work))
 
     def _wait(self) -> None:
         while (item := self._works.get()) is not None:

@@ -40,7 +40,7 @@ class Alternative:
         group: the best of each is offered.
         step_ms: predicted.
         gain: the share of the present step's prediction that it saves; negative: it costs.
-        lossy: gradients lose bits.
+        lossy: gradients lose bits that they do not lose at present.
         measured_ms: by the automatic mode, where it has tried this.
     """
 
@@ -193,7 +193,7 @@ class _Now:
         for way in self._ways:
             step_s = predict(way, self._profile, self._coding_s).step_s
             do = "" if way == self._way else self._do(way)
-            yield way.name, do, self._group(way), step_s, way.lossy
+            yield way.name, do, self._group(way), step_s, way.codec not in ("none", self._way.codec)
 
     def _group(self, way: Candidate) -> str:
         if way.lossy and self._settings.codec == "none":
@@ -222,7 +222,7 @@ class _Now:
         do = f"DistributedDataParallel(..., bucket_cap_mb={advice.best_cap_mb})"
         name = f"bucket_cap_mb={advice.best_cap_mb}"
         step_s = self.step_s(self._profile) * (1.0 - advice.gain)
-        yield name, do, "buckets", step_s, self._way.lossy
+        yield name, do, "buckets", step_s, False
 
     def links(self) -> Iterator[Row]:
         """Faster links."""
@@ -232,4 +232,4 @@ class _Now:
             if rate >= FASTER * present:
                 faster = replace(self._profile, link=Link(link.alpha_s, 8e-9 / rate))
                 name = f"a link of {rate:g} Gbit/s instead of {present:.3g}"
-                yield name, name, "link", self.step_s(faster), self._way.lossy
+                yield name, name, "link", self.step_s(faster), False

@@ -19,9 +19,9 @@ __all__ = ["MOST_STEPS", "Outcome", "Row", "Tuner"]
 TRIED = 5  # candidates at most, plain DDP among them
 STEPS = 3  # measured of each; the one in which ranks switch comes before and does not count
 FINAL_STEPS = 4  # measured in each turn of the final
-TURNS = 2  # of each of the two finalists, by turns: a machine's speed drifts
+TURNS = 3  # of each of the two finalists, by turns: a machine's speed drifts
 CLOSE = 1.05  # finalists whose step times differ by more need no final
-WORTH = 0.01  # of the step time: what must be gained over plain DDP, or over an exact candidate
+WORTH = 0.015  # of the step time: what must be gained over plain DDP, or over an exact candidate
 HOPELESS = 1.2  # predicted to take so many times as long as the best: not tried
 
 MOST_STEPS = TRIED * (1 + STEPS) + 2 * TURNS * (1 + FINAL_STEPS)
@@ -164,7 +164,7 @@ class Tuner:
                 self._conclude(
                     rows[0],
                     f"{best.candidate.name} gains {gain:.1%} over {what}, less than "
-                    f"{WORTH:.0%} is not worth leaving it for",
+                    f"{WORTH:.1%} is not worth leaving it for",
                 )
                 return
         plain = [row for row in self._by_time() if _is_plain(row)]

@@ -1,4 +1,4 @@
-"""The command line: what `commsched env` prints, and that the README's table is generated."""
+"""The command line: what `commsched env` prints, and how commands are found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from commsched.cli import main, settings_markdown
 from commsched.settings import resolve, specs
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- settings:begin -->", "<!-- settings:end -->"
 
 
 @pytest.fixture(autouse=True)
@@ -92,15 +91,6 @@ def test_markdown_does_not_depend_on_the_environment() -> None:
     assert commsched("env", "--markdown", COMMSCHED_CHUNK_MB="9").stdout == (
         settings_markdown() + "\n"
     )
-
-
-def test_the_readme_holds_the_generated_table() -> None:
-    readme = ROOT / "README.md"
-    assert readme.exists()
-    text = readme.read_text(encoding="utf-8")
-    assert (text.count(BEGIN), text.count(END)) == (1, 1), f"README.md needs {BEGIN} and {END}"
-    table = text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip()
-    assert table == settings_markdown(), "run `commsched env --markdown` and paste it"
 
 
 def test_version_and_help() -> None:
