@@ -1,1 +1,1 @@
-"""The commands of ``commsched``, one a file, each called `command`; `cli` loads what is asked for."""
+"""The commands of ``commsched``, one a file, each called `command`; `cli` loads them by name."""
