@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from commsched.collectives import ROOT, Call, Wires
+from commsched.linkprobe.collectives import ROOT, Call, Wires
 
 __all__ = ["count_unequal", "count_wrong", "expected", "pattern"]
 

@@ -17,10 +17,10 @@ import torch
 from bench.collective_checks import count_unequal, count_wrong, pattern
 from bench.collective_rows import AGGREGATES, Coding, Row, result_of
 from commsched import codecs
-from commsched.collectives import Wires
 from commsched.exchange import Transfer, sent_share
 from commsched.jobs import Job, Progress, Run
 from commsched.layout import BucketSpec, Chunk, Layout, ParamSpec, Piece
+from commsched.linkprobe.collectives import Wires
 from commsched.memory import Memory
 from commsched.packer import Packer
 from commsched.plan import Plan, Task

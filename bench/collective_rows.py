@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from commsched.collectives import sent_factor
+from commsched.linkprobe.collectives import sent_factor
 
 __all__ = [
     "AGGREGATES",

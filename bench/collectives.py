@@ -53,8 +53,8 @@ from bench.collective_rows import (
     wrong_in,
 )
 from commsched import codecs
-from commsched.collectives import IN_SHARDS, NAMES, ROOT, Call, Wires, drive, timed
 from commsched.group import Board, Group, Membership
+from commsched.linkprobe.collectives import IN_SHARDS, NAMES, ROOT, Call, Wires, drive, timed
 
 DTYPES = {
     "float": torch.float32,

@@ -131,7 +131,7 @@ def _panels(profile: Profile) -> Iterator[tuple[str, list[Bar]]]:
 
 def _traced(folder: Path, step: int | None) -> tuple[str, list[Bar]]:
     """One step of rank 0, the middle one unless told: from one backward's first bucket on."""
-    from commsched.tracefile import read_all
+    from commsched.tracing.file import read_all
 
     (trace,) = (one for one in read_all([str(folder)]) if one.rank == 0)
     steps = [span for span in trace.spans if span.name == "step"]

@@ -15,13 +15,13 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from commsched import policies
-from commsched.candidates import candidates, predict
 from commsched.layout import BucketSpec, Layout, ParamSpec
 from commsched.profile import Link, Profile
 from commsched.rules import parse_rules, used
 from commsched.settings import Settings
 from commsched.simulate import ddp, ideal, simulate
-from commsched.trace import Silent, Tracer
+from commsched.tracing.tracer import Silent, Tracer
+from commsched.tuning.candidates import candidates, predict
 
 LAYOUT = Layout(
     tuple(

@@ -27,12 +27,12 @@ from bench.make_profiles import Layer, built
 from bench.workloads.shapes import ARCHITECTURES
 from commsched import profiles
 from commsched.advice import rebucketed
-from commsched.alpha_beta import at_ranks, hops
-from commsched.candidates import Candidate, predict
 from commsched.profile import Link, Profile
-from commsched.scenarios import base_line, choices, recomputed, serial
 from commsched.settings import MB, Settings
 from commsched.simulate import ddp, ideal
+from commsched.tuning.candidates import Candidate, predict
+from commsched.whatif.alpha_beta import at_ranks, hops
+from commsched.whatif.scenarios import base_line, choices, recomputed, serial
 
 __all__ = ["PAGE", "TABLES", "main", "page_with", "table"]
 

@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--workload", nargs="+", default=["resnet50"], choices=NAMES)
     add("--hooks", nargs="+", default=["noop", "ddp", "commsched"], metavar="HOOK",
         help="noop ddp allreduce fp16 bf16 powersgd commsched, each [:key=value,...]: settings of "
-        "commsched (optimizer=true hands the optimizer over) and, for any hook, DDP's bucket_cap_mb, "
-        "gradient_as_bucket_view, static_graph, find_unused_parameters")  # fmt: skip
+        "commsched (optimizer=true hands the optimizer over) and, for any hook, DDP's "
+        "bucket_cap_mb, gradient_as_bucket_view, static_graph, find_unused_parameters")  # fmt: skip
     add("--rate-mbit", nargs="+", type=float, help="egress of each rank; unshaped when left out")
     add("--mtu-bytes", type=int, default=1500, help="1500 or, jumbo, 9000")
     add("--loopback", action="store_true", help="no namespaces: all ranks on lo")

@@ -26,7 +26,7 @@ from commsched.layout import first_names
 from commsched.ledger import Due, Ledger, Sum
 from commsched.pending import Unsummed, can_pend, mark_grad, mark_param, unmark
 from commsched.recorder import Recorder
-from commsched.trace import SILENT, Silent
+from commsched.tracing.tracer import SILENT, Silent
 from commsched.watch import Watch
 
 __all__ = ["Deferred"]

@@ -32,8 +32,8 @@ from commsched.packer import Packer
 from commsched.planner import Begin, Planner
 from commsched.rules import parse_allow, used
 from commsched.settings import Settings
-from commsched.trace import SILENT, Silent
-from commsched.trials import Search
+from commsched.tracing.tracer import SILENT, Silent
+from commsched.tuning.trials import Search
 
 __all__ = ["CLOSED", "Engine"]
 

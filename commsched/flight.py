@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from commsched.blame import CollectiveError, blaming
-from commsched.captions import Captions
 from commsched.exchange import Transfer
 from commsched.jobs import Run
 from commsched.lane import Lane
 from commsched.packer import Packer
 from commsched.plan import Plan, Task
-from commsched.ranges import profiled
-from commsched.trace import SILENT, Silent
+from commsched.tracing.captions import Captions
+from commsched.tracing.ranges import profiled
+from commsched.tracing.tracer import SILENT, Silent
 
 __all__ = ["Flight"]
 

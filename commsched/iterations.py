@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from commsched.clock import compare_clocks
 from commsched.iteration import Iteration
 from commsched.jobs import Job, Progress
 from commsched.lane import Lane
@@ -15,7 +14,8 @@ from commsched.layout import first_names
 from commsched.memory import Memory
 from commsched.outstanding import Outstanding
 from commsched.planner import Begin, Made, Planner
-from commsched.trace import SILENT, Silent
+from commsched.tracing.clock import compare_clocks
+from commsched.tracing.tracer import SILENT, Silent
 
 __all__ = ["Iterations"]
 

@@ -24,7 +24,7 @@ from commsched.layout import Chunk, Piece
 from commsched.outstanding import TICK_S
 from commsched.plan import MOST_IN_FLIGHT
 from commsched.settings import Settings
-from commsched.trace import SILENT, Silent
+from commsched.tracing.tracer import SILENT, Silent
 from commsched.version import __version__
 
 __all__ = ["Lane"]

@@ -18,7 +18,7 @@ from commsched.layout import first_names
 from commsched.pending import Owner, mark_grad, unmark
 from commsched.recorder import Recorder
 from commsched.shadow import Recorded
-from commsched.trace import SILENT, Fixed, Silent
+from commsched.tracing.tracer import SILENT, Fixed, Silent
 
 __all__ = ["Due", "Ledger", "Sum"]
 

@@ -24,7 +24,7 @@ from commsched.model import compiled_wrappers
 from commsched.pending import can_pend, settle_own
 from commsched.planner import Begin
 from commsched.recorder import Recorder, stats_order
-from commsched.trace import SILENT, Silent
+from commsched.tracing.tracer import SILENT, Silent
 
 __all__ = ["Overlap"]
 

@@ -24,7 +24,7 @@ from commsched.jobs import Job
 from commsched.layout import first_names
 from commsched.outstanding import TICK_S
 from commsched.packer import divided_first, real
-from commsched.trace import SILENT, Silent
+from commsched.tracing.tracer import SILENT, Silent
 
 __all__ = ["Plain"]
 

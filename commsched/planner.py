@@ -18,7 +18,7 @@ from commsched.probe import agree_on_median, agree_on_profile, probe_link
 from commsched.profile import Link, Profile
 from commsched.rules import used, without
 from commsched.settings import Settings
-from commsched.trials import Search, Trials
+from commsched.tuning.trials import Search, Trials
 
 __all__ = ["Begin", "Made", "Planner", "Verdict"]
 

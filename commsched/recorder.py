@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from commsched.layout import BucketSpec, Layout
-from commsched.trace import SILENT, Silent
+from commsched.tracing.tracer import SILENT, Silent
 
 __all__ = ["WINDOW", "Recorder", "stats_order"]
 

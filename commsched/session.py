@@ -32,10 +32,10 @@ from commsched.planner import Begin
 from commsched.recorder import Recorder, stats_order
 from commsched.report import Exposure, Report
 from commsched.settings import Settings
-from commsched.steering import Mode, Steering
-from commsched.trace import SILENT, Silent, Tracer
-from commsched.trials import Search
-from commsched.tuner import Outcome
+from commsched.tracing.tracer import SILENT, Silent, Tracer
+from commsched.tuning.steering import Mode, Steering
+from commsched.tuning.trials import Search
+from commsched.tuning.tuner import Outcome
 
 __all__ = ["Session"]
 

@@ -140,9 +140,9 @@ class Settings:
     trace_steps: str = _setting(
         "0:200",
         "the steps that the timeline holds, without the last; each end may be left out",
-        reads=lambda text: __import__("commsched.trace", fromlist=["parse_steps"]).parse_steps(
-            text
-        ),
+        reads=lambda text: __import__(
+            "commsched.tracing.tracer", fromlist=["parse_steps"]
+        ).parse_steps(text),
         form=lambda: "first:end",
     )
     metrics: str = _setting(

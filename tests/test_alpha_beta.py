@@ -9,11 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.alpha_beta import ALGORITHMS, TREE_RATE, at_ranks, gbps_of, hops, link_of, per_hop_s
 from commsched.errors import CommSchedError
 from commsched.layout import Layout
 from commsched.profile import Link, Profile
 from commsched.simulate import ddp, ideal
+from commsched.whatif.alpha_beta import (
+    ALGORITHMS,
+    TREE_RATE,
+    at_ranks,
+    gbps_of,
+    hops,
+    link_of,
+    per_hop_s,
+)
 from tests.profiles import profile_of
 
 COUNTS = st.integers(2, 4096)

@@ -14,13 +14,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from commsched import policies
-from commsched.analysis import Analysis, analyse
 from commsched.errors import CommSchedError
-from commsched.findings import causes, headline, offers
-from commsched.intervals import intersect, length, subtract, union
-from commsched.remedies import NO_PROFILE, outlook
+from commsched.reporting.analysis import Analysis, analyse
+from commsched.reporting.findings import causes, headline, offers
+from commsched.reporting.intervals import intersect, length, subtract, union
+from commsched.reporting.remedies import NO_PROFILE, outlook
 from commsched.settings import Settings
-from commsched.tracefile import read_all
+from commsched.tracing.file import read_all
 from tests.profiles import profile_of
 from tests.traces import RankFile, simulated, written
 
@@ -266,7 +266,7 @@ def test_figures_are_json(tmp_path: Path) -> None:
 
 
 def test_what_was_tried_and_found_no_better_is_not_offered(tmp_path: Path) -> None:
-    from commsched.remedies import Alternative, Outlook
+    from commsched.reporting.remedies import Alternative, Outlook
 
     def row(name: str, do: str, step_ms: float, measured_ms: float | None) -> Alternative:
         gain = 1 - step_ms / 100

@@ -16,9 +16,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commsched
-from commsched import phases
 from commsched.errors import CommSchedError
 from commsched.planner import Planner
+from commsched.tuning import phases
 from tests.compare import assert_equal_on_all_ranks
 from tests.deferring import Training, differ
 from tests.distributed import ranks
@@ -356,7 +356,7 @@ def test_ranks_try_again_together_when_steps_drift(rank: int) -> None:
     with (
         as_if(lambda name: winning(winner[0])(name)) as tried,
         mock.patch.object(phases, "CHECK", 6),
-        mock.patch("commsched.steering.Steering._drift", drifted),
+        mock.patch("commsched.tuning.steering.Steering._drift", drifted),
     ):
         for step in range(2 * TUNED):
             if step == TUNED:

@@ -30,7 +30,7 @@ from bench.collectives import main
 from bench.launch import launch
 from bench.links import loopback_links
 from commsched import codecs
-from commsched.collectives import NAMES, Wires
+from commsched.linkprobe.collectives import NAMES, Wires
 from tests.distributed import ranks
 
 ROOT = Path(__file__).resolve().parent.parent

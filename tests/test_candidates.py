@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commsched import codecs
-from commsched.candidates import HIDDEN, Candidate, candidates, plan_of, predict
 from commsched.plan import Plan
 from commsched.profile import Profile
 from commsched.rules import parse_rules, used
 from commsched.settings import Settings
 from commsched.simulate import ddp, ideal
+from commsched.tuning.candidates import HIDDEN, Candidate, candidates, plan_of, predict
 from tests.profiles import profile_of, profiles, small_settings
 
 ALLOW = st.lists(st.sampled_from(["bf16", "int8", "topk:ratio=0.02"]), unique=True, max_size=3)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from commsched.clock import ROUNDS, Clock, compare_clocks
 from commsched.group import Board, Group, Membership
+from commsched.tracing.clock import ROUNDS, Clock, compare_clocks
 from tests.distributed import ranks
 
 

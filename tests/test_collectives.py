@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.collective_checks import count_unequal, count_wrong, expected, pattern
-from commsched.collectives import IN_SHARDS, NAMES, ROOT, Call, Wires, drive, sent_factor, timed
+from commsched.linkprobe.collectives import (
+    IN_SHARDS,
+    NAMES,
+    ROOT,
+    Call,
+    Wires,
+    drive,
+    sent_factor,
+    timed,
+)
 from tests.distributed import ranks
 
 

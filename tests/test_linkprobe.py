@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from bench.launch import launch
 from bench.links import loopback_links
-from commsched import linkreport
 from commsched.cli import main
-from commsched.collectives import NAMES, Wires
-from commsched.linkadvice import advise, compared
-from commsched.linkprobe import MIB, Point, Sweep, fit, own_sizes, sweep
-from commsched.linkrun import Probed
+from commsched.linkprobe import terminal as linkreport
+from commsched.linkprobe.collectives import NAMES, Wires
+from commsched.linkprobe.run import Probed
+from commsched.linkprobe.suggestions import advise, compared
+from commsched.linkprobe.sweep import MIB, Point, Sweep, fit, own_sizes, sweep
 from commsched.plan import MOST_IN_FLIGHT
 from commsched.profile import Link
 from commsched.settings import resolve
@@ -292,7 +292,7 @@ def test_two_ranks_probe_and_write_it_down(tmp_path: Path) -> None:
 
 SPOILED = """
 import os, time
-from commsched import linkprobe
+from commsched.linkprobe import sweep as linkprobe
 left, add = [12], linkprobe._Bench.add
 def spoiled(*args, **more):
     left[0] -= 1

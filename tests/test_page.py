@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from commsched import policies
-from commsched.analysis import analyse
-from commsched.page import page
-from commsched.remedies import outlook
+from commsched.reporting.analysis import analyse
+from commsched.reporting.page import page
+from commsched.reporting.remedies import outlook
 from commsched.settings import Settings
-from commsched.tracefile import read_all
+from commsched.tracing.file import read_all
 from tests.profiles import profile_of
 from tests.traces import RankFile, simulated, written
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched import phases
-from commsched.phases import MEASURE, Event, Phases
+from commsched.tuning import phases
+from commsched.tuning.phases import MEASURE, Event, Phases
 from tests.deferring import Training, differ
 from tests.distributed import ranks
 

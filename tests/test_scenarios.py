@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from commsched import policies, profiles
 from commsched.advice import rebucketed
-from commsched.alpha_beta import at_ranks
-from commsched.candidates import predict
 from commsched.cli import main
 from commsched.errors import CommSchedError
 from commsched.profile import Link, Profile
-from commsched.scenarios import DDP, Grid, base_line, choices, recomputed, rows_of, serial
 from commsched.settings import MB, Settings
 from commsched.simulate import ddp, ideal
+from commsched.tuning.candidates import predict
+from commsched.whatif.alpha_beta import at_ranks
+from commsched.whatif.scenarios import DDP, Grid, base_line, choices, recomputed, rows_of, serial
 from tests.profiles import profile_of
 
 RATES = st.floats(0.1, 200)

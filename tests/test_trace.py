@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from commsched import ranges
 from commsched.errors import CommSchedError, SettingsError
-from commsched.trace import SILENT, Fixed, Silent, Tracer, parse_steps
-from commsched.tracefile import Span, read, read_all
+from commsched.tracing import ranges
+from commsched.tracing.file import Span, read, read_all
+from commsched.tracing.tracer import SILENT, Fixed, Silent, Tracer, parse_steps
 from tests.deferring import Training
 from tests.distributed import ranks, run_on_ranks
 
@@ -308,7 +308,7 @@ def test_a_full_disk_ends_the_trace_with_one_warning(
 def test_a_disk_too_slow_is_said_and_bounded(
     tracer: Tracer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commsched.tracewriter.MOST", 10)
+    monkeypatch.setattr("commsched.tracing.writer.MOST", 10)
     for number in range(25):  # faster than the writer looks
         tracer.span("x", "training", number, number)
     with caplog.at_level(logging.WARNING, "commsched"):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from commsched.cli import main
 from commsched.errors import CommSchedError
-from commsched.trace import Fixed, Tracer
-from commsched.tracefile import RankTrace, _Offset, merged, read, read_all
+from commsched.tracing.file import RankTrace, _Offset, merged, read, read_all
+from commsched.tracing.tracer import Fixed, Tracer
 
 COUNT, FEW = 12, 3
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commsched.candidates import Candidate
-from commsched.phases import MEASURE
 from commsched.settings import Settings
-from commsched.tuner import HOPELESS, MOST_STEPS, TRIED, WORTH, Outcome, Row, Tuner
+from commsched.tuning.candidates import Candidate
+from commsched.tuning.phases import MEASURE
+from commsched.tuning.tuner import HOPELESS, MOST_STEPS, TRIED, WORTH, Outcome, Row, Tuner
 
 POLICIES = ("fifo", "priority", "rs_ag")
 DDP_STEPS = 4  # until DDP's buckets have settled, and the step in which the profile is agreed on

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from commsched.lane import Lane
-from commsched.trials import Trials
+from commsched.tuning.trials import Trials
 
 __all__ = ["TUNED", "as_if", "winning"]
 

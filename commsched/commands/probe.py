@@ -14,7 +14,7 @@ from rich.console import Console
 from commsched.errors import CommSchedError
 
 if TYPE_CHECKING:
-    from commsched.linkrun import Probed
+    from commsched.linkprobe.run import Probed
 
 __all__ = ["command"]
 
@@ -69,7 +69,7 @@ def command(
     """
     _check_ranks()
     _check_picture(picture)
-    from commsched.linkrun import run
+    from commsched.linkprobe.run import run
 
     try:
         probed = run(seconds or (5.0 if quick else 16.0), quick, backend, timeout_s)
@@ -100,16 +100,16 @@ def _check_picture(picture: Path | None) -> None:
 
 
 def _write(probed: Probed, json_path: Path | None, picture: Path | None) -> None:
-    from commsched import linkreport
-    from commsched.linkadvice import advise, compared
+    from commsched.linkprobe import terminal
+    from commsched.linkprobe.suggestions import advise, compared
 
     advice = advise(probed.found, probed.world_size)
     console = Console(highlight=False)
     console = console if console.is_terminal else Console(width=100, highlight=False)
     console.print(f"{probed.title}, measured in {probed.seconds:.1f} s")
-    for table in linkreport.tables(probed.found):
+    for table in terminal.tables(probed.found):
         console.print(table)
-    for line in linkreport.skipped(probed.found):
+    for line in terminal.skipped(probed.found):
         console.print(line)
     console.print("\nSuggested, for gradients that travel as they are:")
     for reason in advice.reasons:
@@ -120,7 +120,7 @@ def _write(probed: Probed, json_path: Path | None, picture: Path | None) -> None
         console.print("commsched itself does not schedule gradients on GPUs yet.")
     click.echo("\n" + "\n".join(advice.environment()))
     if json_path is not None:
-        document = linkreport.as_json(probed, advice)
+        document = terminal.as_json(probed, advice)
         json_path.write_text(json.dumps(document, indent=1) + "\n")
     if picture is not None:
-        linkreport.draw(probed.found, picture, probed.title)
+        terminal.draw(probed.found, picture, probed.title)

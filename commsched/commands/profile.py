@@ -9,10 +9,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from commsched.alpha_beta import gbps_of, per_hop_s
 from commsched.errors import CommSchedError
 from commsched.profile import Profile
 from commsched.profiles import Loaded, load, names
+from commsched.whatif.alpha_beta import gbps_of, per_hop_s
 
 __all__ = ["command"]
 

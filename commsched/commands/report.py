@@ -13,8 +13,8 @@ import click
 from commsched.errors import CommSchedError
 
 if TYPE_CHECKING:
-    from commsched.analysis import Analysis
-    from commsched.remedies import Outlook
+    from commsched.reporting.analysis import Analysis
+    from commsched.reporting.remedies import Outlook
 
 __all__ = ["command"]
 
@@ -35,9 +35,9 @@ def command(traces: tuple[str, ...], as_json: bool, html: Path | None) -> None:
 
     TRACE: the files that COMMSCHED_TRACE=folder makes a run write, one a rank, or that folder.
     """
-    from commsched.analysis import analyse
-    from commsched.remedies import outlook
-    from commsched.tracefile import read_all
+    from commsched.reporting.analysis import analyse
+    from commsched.reporting.remedies import outlook
+    from commsched.tracing.file import read_all
 
     try:
         analysis = analyse(read_all(traces))
@@ -49,7 +49,7 @@ def command(traces: tuple[str, ...], as_json: bool, html: Path | None) -> None:
     if as_json:
         click.echo(json.dumps(_values(analysis, foreseen), indent=2))
     else:
-        from commsched.reportprint import show
+        from commsched.reporting.terminal import show
 
         show(analysis, foreseen)
         if html is not None:
@@ -58,7 +58,7 @@ def command(traces: tuple[str, ...], as_json: bool, html: Path | None) -> None:
 
 def _coding_s(analysis: Analysis) -> Mapping[str, float]:
     """What coding takes on this machine: without it codecs look free."""
-    from commsched.remedies import CODECS
+    from commsched.reporting.remedies import CODECS
 
     profile = analysis.noted.profile
     if profile is None:
@@ -79,7 +79,7 @@ def _timed(codec: str, world_size: int) -> float:
 
 
 def _values(analysis: Analysis, foreseen: Outlook | str) -> dict[str, object]:
-    from commsched.findings import causes, headline, offers
+    from commsched.reporting.findings import causes, headline, offers
 
     return {
         "headline": headline(analysis),
@@ -91,7 +91,7 @@ def _values(analysis: Analysis, foreseen: Outlook | str) -> dict[str, object]:
 
 
 def _write(path: Path, analysis: Analysis, foreseen: Outlook | str) -> None:
-    from commsched.page import page
+    from commsched.reporting.page import page
 
     try:
         path.write_text(page(analysis, foreseen), encoding="utf-8")

@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from commsched import policies
-from commsched.alpha_beta import ALGORITHMS
 from commsched.errors import CommSchedError
 from commsched.profiles import Loaded, load
 from commsched.rules import parse_allow
-from commsched.scenarios import BEST, Grid, Row, choices, recomputed, rows_of
 from commsched.settings import Settings, specs
+from commsched.whatif.alpha_beta import ALGORITHMS
+from commsched.whatif.scenarios import BEST, Grid, Row, choices, recomputed, rows_of
 
 __all__ = ["command"]
 
@@ -174,7 +174,7 @@ def command(
     if as_json:
         click.echo(json.dumps(_document(loaded, rows, remarks), indent=1))
     else:
-        from commsched.scenario_view import print_rows
+        from commsched.whatif.view import print_rows
 
         print_rows(loaded, rows, remarks)
     if picture is not None:
@@ -182,7 +182,7 @@ def command(
 
 
 def _draw(picture: Path, loaded: Loaded, rows: Sequence[Row]) -> None:
-    from commsched.scenario_view import draw
+    from commsched.whatif.view import draw
 
     try:
         draw(picture, loaded, rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from commsched.errors import CommSchedError
-from commsched.tracefile import merged, read_all
+from commsched.tracing.file import merged, read_all
 
 __all__ = ["command"]
 

@@ -17,7 +17,7 @@ from commsched.errors import CommSchedError
 from commsched.profile import Profile
 
 if TYPE_CHECKING:
-    from commsched.tracefile import RankTrace
+    from commsched.tracing.file import RankTrace
 
 __all__ = ["Loaded", "load", "names"]
 
@@ -93,9 +93,9 @@ def _no_profile(source: str) -> CommSchedError:
 
 
 def _of_traces(source: str) -> Loaded:
-    from commsched import tracefile
+    from commsched.tracing import file
 
-    traces = tracefile.read_all([source])
+    traces = file.read_all([source])
     found = [
         (int(args.get("at_step", 0)), -trace.rank, _text(args["profile"]))
         for trace in traces

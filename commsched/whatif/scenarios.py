@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from commsched import codecs, policies
 from commsched.advice import rebucketed
-from commsched.alpha_beta import ALGORITHMS, at_ranks, gbps_of, per_hop_s
-from commsched.candidates import Candidate, predict
 from commsched.errors import CommSchedError
 from commsched.profile import ParamTimes, Profile
 from commsched.settings import MB, Settings
 from commsched.simulate import Timeline, ideal
+from commsched.tuning.candidates import Candidate, predict
+from commsched.whatif.alpha_beta import ALGORITHMS, at_ranks, gbps_of, per_hop_s
 
 __all__ = [
     "BEST",

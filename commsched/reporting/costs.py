@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from commsched.culprits import Names, exposed_by_tensor
 from commsched.layout import Layout
-from commsched.traced import TracedStep
+from commsched.reporting.culprits import Names, exposed_by_tensor
+from commsched.reporting.traced import TracedStep
 
 __all__ = ["BucketFigures", "TensorFigures", "buckets", "by_tensor", "layers", "tensors"]
 

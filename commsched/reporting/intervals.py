@@ -1,4 +1,4 @@
-"""Sets of time as sorted, disjoint intervals: what `commsched.analysis` counts with."""
+"""Sets of time as sorted, disjoint intervals: what `commsched.reporting.analysis` counts with."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from commsched import policies
 from commsched.advice import advise
-from commsched.candidates import Candidate, candidates, plan_of, predict
 from commsched.profile import Link, Profile
 from commsched.settings import Settings
 from commsched.simulate import NO_CODING, ddp, ideal, simulate
+from commsched.tuning.candidates import Candidate, candidates, plan_of, predict
 
 if TYPE_CHECKING:
-    from commsched.analysis import Analysis
+    from commsched.reporting.analysis import Analysis
 
 __all__ = ["CODECS", "WORTH", "Alternative", "Outlook", "outlook"]
 

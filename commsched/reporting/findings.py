@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from commsched.remedies import WORTH, Alternative, Outlook
+from commsched.reporting.remedies import WORTH, Alternative, Outlook
 
 if TYPE_CHECKING:
-    from commsched.analysis import Analysis
-    from commsched.costs import BucketFigures
+    from commsched.reporting.analysis import Analysis
+    from commsched.reporting.costs import BucketFigures
 
 __all__ = ["causes", "headline", "ms", "offers"]
 

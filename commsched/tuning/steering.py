@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from commsched import policies
 from commsched.advice import advise
 from commsched.engine import Engine
-from commsched.phases import Event, Phases
 from commsched.planner import Begin, Made
 from commsched.profile import Profile
 from commsched.recorder import WINDOW, Recorder
 from commsched.simulate import ideal, simulate
-from commsched.trials import Trial
-from commsched.tuner import Outcome
+from commsched.tuning.phases import Event, Phases
+from commsched.tuning.trials import Trial
+from commsched.tuning.tuner import Outcome
 
 __all__ = ["Mode", "Outlook", "Steering"]
 

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from commsched.errors import CommSchedError, SettingsError
-from commsched.ranges import profiled
-from commsched.tracewriter import Event, Fixed, Writer
+from commsched.tracing.ranges import profiled
+from commsched.tracing.writer import Event, Fixed, Writer
 from commsched.version import __version__
 
 __all__ = ["ALL_STEPS", "SILENT", "Fixed", "Silent", "Tracer", "parse_steps"]

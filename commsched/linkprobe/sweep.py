@@ -15,8 +15,8 @@ from itertools import cycle, islice
 from statistics import median
 
 from commsched import exchange
-from commsched.collectives import NAMES, Call, Start, Wires, drive, sent_factor, timed
 from commsched.layout import BucketSpec, Layout, ParamSpec
+from commsched.linkprobe.collectives import NAMES, Call, Start, Wires, drive, sent_factor, timed
 from commsched.policies.units import Sizes, sizes_for
 from commsched.profile import Link, Profile
 from commsched.settings import Settings
@@ -38,7 +38,7 @@ class Point:
     """One measurement: the median over repeats of the slowest rank's time.
 
     Attributes:
-        collective: one of `commsched.collectives.NAMES`.
+        collective: one of `commsched.linkprobe.collectives.NAMES`.
         nbytes: of the whole buffer.
         in_flight: how many at once; 1 with `burst` 1: each alone, after a barrier.
         burst: how many make one measurement.

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from commsched.drawing import draw
-from commsched.findings import causes, headline, ms, offers
 from commsched.layout import first_names
-from commsched.reportprint import about
+from commsched.reporting.drawing import draw
+from commsched.reporting.findings import causes, headline, ms, offers
+from commsched.reporting.terminal import about
 from commsched.version import __version__
 
 if TYPE_CHECKING:
-    from commsched.analysis import Analysis
-    from commsched.remedies import Outlook
-    from commsched.traced import TracedStep
+    from commsched.reporting.analysis import Analysis
+    from commsched.reporting.remedies import Outlook
+    from commsched.reporting.traced import TracedStep
 
 __all__ = ["page"]
 
@@ -33,7 +33,7 @@ def page(analysis: Analysis, foreseen: Outlook | str) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("commsched", "templates"),
+        loader=PackageLoader("commsched.reporting", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

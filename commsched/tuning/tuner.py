@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from commsched.candidates import Candidate
+from commsched.tuning.candidates import Candidate
 
 __all__ = ["MOST_STEPS", "Outcome", "Row", "Tuner"]
 

@@ -1,4 +1,4 @@
-"""The report on a terminal: `commsched.analysis` as rich tables."""
+"""The report on a terminal: `commsched.reporting.analysis` as rich tables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from commsched.analysis import Analysis
-from commsched.costs import TensorFigures
-from commsched.findings import causes, headline, ms, offers
 from commsched.layout import first_names
-from commsched.remedies import Outlook
+from commsched.reporting.analysis import Analysis
+from commsched.reporting.costs import TensorFigures
+from commsched.reporting.findings import causes, headline, ms, offers
+from commsched.reporting.remedies import Outlook
 
 __all__ = ["show"]
 

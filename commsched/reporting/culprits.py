@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from commsched.layout import Layout
 from commsched.plan import Plan
-from commsched.traced import TracedStep
+from commsched.reporting.traced import TracedStep
 
 if TYPE_CHECKING:
-    from commsched.tracefile import Span
+    from commsched.tracing.file import Span
 
 __all__ = ["Names", "exposed_by_tensor"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commsched.jobs import Run
 from commsched.layout import first_names
-from commsched.trace import Fixed
+from commsched.tracing.tracer import Fixed
 
 __all__ = ["Captions"]
 

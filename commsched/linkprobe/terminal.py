@@ -13,10 +13,10 @@ import torch
 from rich import box
 from rich.table import Table
 
-from commsched.collectives import NAMES
-from commsched.linkadvice import Advice
-from commsched.linkprobe import Point, Skip, Sweep
-from commsched.linkrun import Probed
+from commsched.linkprobe.collectives import NAMES
+from commsched.linkprobe.run import Probed
+from commsched.linkprobe.suggestions import Advice
+from commsched.linkprobe.sweep import Point, Skip, Sweep
 from commsched.version import __version__
 
 __all__ = ["as_json", "draw", "skipped", "tables"]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from commsched import codecs
-from commsched.candidates import Candidate, candidates, predict
 from commsched.errors import CommSchedError
 from commsched.lane import Lane
 from commsched.layout import digest_of
@@ -21,7 +20,8 @@ from commsched.profile import Profile
 from commsched.rules import parse_allow
 from commsched.settings import Settings
 from commsched.simulate import ideal
-from commsched.tuner import Outcome, Row, Tuner
+from commsched.tuning.candidates import Candidate, candidates, predict
+from commsched.tuning.tuner import Outcome, Row, Tuner
 from commsched.version import __version__
 
 __all__ = ["Search", "Trial", "Trials"]

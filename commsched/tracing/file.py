@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from commsched.errors import CommSchedError
-from commsched.tracewriter import END, HEAD
+from commsched.tracing.writer import END, HEAD
 
 __all__ = ["RankTrace", "Span", "merged", "read", "read_all"]
 

@@ -10,19 +10,26 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from commsched.costs import BucketFigures, TensorFigures, buckets, by_tensor, layers, tensors
-from commsched.culprits import Names
 from commsched.errors import CommSchedError
-from commsched.intervals import intersect, length, subtract
 from commsched.layout import Layout
 from commsched.plan import Plan
 from commsched.profile import Profile
-from commsched.stragglers import Lateness, Straggler, lateness, parts_of, straggler
-from commsched.traced import TracedStep, steps_of, usable
-from commsched.tracewriter import END
+from commsched.reporting.costs import (
+    BucketFigures,
+    TensorFigures,
+    buckets,
+    by_tensor,
+    layers,
+    tensors,
+)
+from commsched.reporting.culprits import Names
+from commsched.reporting.intervals import intersect, length, subtract
+from commsched.reporting.stragglers import Lateness, Straggler, lateness, parts_of, straggler
+from commsched.reporting.traced import TracedStep, steps_of, usable
+from commsched.tracing.writer import END
 
 if TYPE_CHECKING:
-    from commsched.tracefile import RankTrace
+    from commsched.tracing.file import RankTrace
 
 __all__ = ["Analysis", "Noted", "RankFigures", "analyse"]
 

@@ -11,10 +11,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from commsched.errors import CommSchedError
-from commsched.intervals import Interval, length, union
+from commsched.reporting.intervals import Interval, length, union
 
 if TYPE_CHECKING:
-    from commsched.tracefile import RankTrace, Span
+    from commsched.tracing.file import RankTrace, Span
 
 __all__ = ["TracedStep", "steps_of", "usable"]
 

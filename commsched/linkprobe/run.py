@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from commsched.collectives import Wires
 from commsched.errors import CommSchedError
 from commsched.group import Board, Group, Membership
-from commsched.linkprobe import LANES, Sweep, sweep
+from commsched.linkprobe.collectives import Wires
+from commsched.linkprobe.sweep import LANES, Sweep, sweep
 from commsched.probe import probe_link
 from commsched.profile import Link
 
@@ -78,7 +78,7 @@ def run(budget_s: float, quick: bool, backend: str | None, timeout_s: float) -> 
     """Measure. All ranks of the job call it; `torchrun` has set their environment.
 
     Args:
-        budget_s: for measuring; see `commsched.linkprobe.sweep`.
+        budget_s: for measuring; see `commsched.linkprobe.sweep.sweep`.
         quick: likewise.
         backend: "gloo", "nccl", or None: nccl where there are GPUs.
         timeout_s: the longest that any wait may take.

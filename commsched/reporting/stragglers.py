@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from commsched.intervals import Interval, intersect, length, subtract, union
-from commsched.traced import TracedStep
+from commsched.reporting.intervals import Interval, intersect, length, subtract, union
+from commsched.reporting.traced import TracedStep
 
 __all__ = ["Lateness", "Straggler", "lateness", "straggler"]
 

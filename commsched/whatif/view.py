@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commsched.profiles import Loaded
-from commsched.scenarios import DDP, Row
+from commsched.whatif.scenarios import DDP, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

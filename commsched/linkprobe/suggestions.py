@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commsched.linkprobe import MIB, Sweep, own_sizes
+from commsched.linkprobe.sweep import MIB, Sweep, own_sizes
 from commsched.plan import MOST_IN_FLIGHT
 from commsched.policies.units import IN_FLIGHT as LEAST_IN_FLIGHT
 from commsched.policies.units import MAX_CHUNK_BYTES, Sizes

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import floor, log10
 from typing import TYPE_CHECKING
 
-from commsched.findings import ms
-from commsched.intervals import Interval, subtract
-from commsched.traced import TracedStep
+from commsched.reporting.findings import ms
+from commsched.reporting.intervals import Interval, subtract
+from commsched.reporting.traced import TracedStep
 
 if TYPE_CHECKING:
-    from commsched.tracefile import Span
+    from commsched.tracing.file import Span
 
 __all__ = ["LEGEND", "Box", "Picture", "Row", "draw"]
 

@@ -1,0 +1,1 @@
+"""Link probe: how fast a link is, measured; what ``commsched probe`` and the benches share."""

@@ -1,0 +1,1 @@
+"""What if: the same model on other links, more ranks, other codecs. ``commsched simulate``."""
