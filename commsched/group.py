@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from commsched.errors import CommSchedError
 from commsched.layout import digest_of
 
-__all__ = ["Board", "Group", "Membership", "timeout_of"]
+__all__ = ["Board", "Group", "Membership", "abandon", "timeout_of"]
 
 POLL_S = 0.005
 WARN_S = 30.0  # ranks start together; later than this, something is probably wrong
@@ -202,12 +202,8 @@ class Group:
         return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
     def abandon(self) -> None:
-        """Give the group up without destroying it.
-
-        Its destructor joins worker threads that may be stuck in a collective whose peer is gone;
-        gloo has no abort. One more reference keeps it alive until the process exits.
-        """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
+        """Give the group up without destroying it: see `abandon`."""
+        abandon(self._backend)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -219,6 +215,15 @@ class Group:
         rows = [torch.zeros_like(tensor) for _ in range(self.size)]
         self._backend.allgather([rows], [tensor]).wait()
         return rows
+
+
+def abandon(group: Any) -> None:
+    """Keep torch's group alive until the process exits, so that it is never destroyed.
+
+    Its destructor joins worker threads that may be stuck in a collective whose peer is gone; gloo
+    has no abort.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def timeout_of(process_group: dist.ProcessGroup) -> float:

@@ -1,9 +1,12 @@
 """Plain: torch's own all-reduce of each bucket, where nothing we could do is faster.
 
-One thread scales each bucket and starts its all-reduce, on DDP's group and in DDP's order; another
-one waits for them. On the training thread the scaling would cost a pass over all gradients, which
-DDP without a hook has in its copy into the bucket. No plan and no engine: what is measured and
+The training thread scales each bucket and starts its all-reduce on DDP's group in the hook call, as
+torch's own hook does; a thread waits for them in that order. No plan and no engine: what is
 reported, and how errors reach the training program, is as it is with them.
+
+Not on another thread, though scaling takes a pass over the gradients that DDP without a hook has in
+its copy into the bucket: with find_unused_parameters DDP itself sums on this group right after the
+last hook call, and all ranks must start the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch.distributed as dist
 
 from commsched.engine import Engine
 from commsched.exchange import wire_bytes
+from commsched.group import abandon
 from commsched.jobs import Job
 from commsched.layout import first_names
 from commsched.outstanding import TICK_S
@@ -32,8 +36,7 @@ __all__ = ["Plain"]
 class Plain:
     """All-reduces the buckets of one model on DDP's own group.
 
-    Not our group: only the engine's thread may use that. And on DDP's group nothing else happens
-    between the first hook call of a backward and its end, where everything has come.
+    Not our group: only the engine's thread may use that.
 
     Args:
         group: DDP's.
@@ -58,9 +61,8 @@ class Plain:
         self._timeout_s = timeout_s
         self._tracer = tracer
         self.wire_bytes = 0
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._works: queue.SimpleQueue[tuple[Job, dist.Work] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
 
     def submit(self, job: Job, place: int) -> None:
         """Start summing a bucket.
@@ -77,26 +79,17 @@ class Plain:
         job.placed()
         job.place = place
         self._trace("ready", job)
-        if not self._threads:
-            rows = (self._issue, "commsched-plain"), (self._wait, "commsched-plain-waiter")
-            self._threads = [threading.Thread(target=t, name=n, daemon=True) for t, n in rows]
-            for thread in self._threads:
-                thread.start()
-        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="commsched-plain", daemon=True)
+            self._thread.start()
+        with torch.no_grad():  # backward(create_graph=True) turns it on
+            self._start(job)
 
     def close(self) -> None:
-        """End the threads."""
-        self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(5 * TICK_S)
-
-    def _issue(self) -> None:
-        with torch.no_grad():
-            while (job := self._jobs.get()) is not None:
-                if not job.done.is_set():  # else the engine has failed
-                    self._start(job)
-                del job  # it holds gradients
+        """End the thread."""
         self._works.put(None)
+        if self._thread is not None:
+            self._thread.join(5 * TICK_S)
 
     def _start(self, job: Job) -> None:
         if job.spec.sparse:
@@ -120,7 +113,10 @@ class Plain:
                     work.wait(timedelta(seconds=TICK_S))
                     break
                 self._look(job, time.monotonic() - began_s)
-            if work.is_completed() and not job.done.is_set():
+            if not work.is_completed():
+                # Given up. torch's destructor of the group would join a thread that is stuck.
+                abandon(self._group)
+            elif not job.done.is_set():
                 self._finish(job, work)
             del item, job, work  # they hold gradients
 

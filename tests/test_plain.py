@@ -100,25 +100,6 @@ def test_ctrl_c_while_waiting() -> None:
     assert waiting.value < 20  # of a deadline of 60
 
 
-@ranks(2)
-def test_a_backward_that_raised_on_all_ranks_is_got_over(rank: int) -> None:
-    model, state = settled(rank, 10.0)
-    handle = model.module[0].weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        step(model, rank, TUNED)
-    handle.remove()
-    reference = DDP(mlp(), bucket_cap_mb=0.01)
-    reference.module.load_state_dict(model.module.state_dict())
-    for number in range(3):
-        step(model, rank, number)
-        step(reference, rank, number)
-        for our, their in zip(model.parameters(), reference.parameters(), strict=True):
-            assert our.grad is not None
-            assert their.grad is not None
-            assert torch.equal(our.grad, their.grad)
-    state.close()
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @ranks(2)
 def test_other_dtypes_are_bit_equal(rank: int, dtype: torch.dtype) -> None:

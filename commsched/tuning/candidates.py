@@ -167,7 +167,8 @@ def _compressing(
             high = middle
         else:
             low = middle + 1
-    yield first(low) if low < len(late) else full
+    if low:  # else it hides nothing that is not hidden without it
+        yield first(low) if low < len(late) else full
 
 
 def _eligible(settings: Settings, profile: Profile) -> list[str]:

@@ -32,7 +32,7 @@ class Phases:
         self.measuring = True
         self._keys: tuple[int, ...] = ()
         self._streak = 0
-        self._steps = 0  # since the plan was made
+        self._steps = 0  # since the plan was made, or chosen
         self._check = CHECK
         self._left: int | None = None  # steps of the trial under way
 
@@ -69,6 +69,7 @@ class Phases:
         Call before `begin`.
         """
         self._left = steps if steps and not self.measuring else None
+        self._steps = 0
 
     def knows(self, key: int) -> bool:
         """Whether the last step had this bucket."""

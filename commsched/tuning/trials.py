@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,7 @@ class Trials:
             return {"outcome": tuner.outcome.to_dict()}
         return {"candidate": tuner.trial.to_dict(), "steps": tuner.steps}
 
-    def _hear(self, lane: Lane, what: str, answer: Any) -> None:
+    def _hear(self, lane: Lane, what: str, answer: Callable[[], dict[str, Any]]) -> None:
         said = lane.agree(what, partial(_from_rank_0, lane, answer))
         if "outcome" in said:
             self._settle(Outcome.from_dict(said["outcome"]))
@@ -203,7 +203,16 @@ class Trials:
             logger.warning("what was chosen could not be written to %s: %s", path, error)
 
 
-def _from_rank_0(lane: Lane, answer: Any) -> dict[str, Any]:
-    said = json.dumps(answer()) if lane.group.rank == 0 else ""
-    heard: dict[str, Any] = json.loads(lane.group.broadcast_bytes(said.encode()).decode())
+def _from_rank_0(lane: Lane, answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0's answer, or its error, on every rank."""
+    said: dict[str, Any] = {}
+    if lane.group.rank == 0:
+        try:
+            said = answer()
+        except CommSchedError as error:
+            said = {"error": str(error)}
+    text = json.dumps(said).encode()
+    heard: dict[str, Any] = json.loads(lane.group.broadcast_bytes(text).decode())
+    if "error" in heard:
+        raise CommSchedError(heard["error"])
     return heard
