@@ -119,9 +119,7 @@ def _on_the_wire(
             end_s, nbytes = in_flight.popleft()
             now_s = max(now_s, end_s)
             used -= nbytes
-        # The link's alpha is an all-reduce's, which is two passes over all ranks.
-        passes = 1.0 if task.op == "all_reduce" else 0.5
-        begin_s = max(free_s, now_s + passes * profile.link.alpha_s)
+        begin_s = max(free_s, now_s + profile.link.alpha_s)
         free_s = begin_s + link_seconds(task, profile)
         in_flight.append((free_s, task.wire_bytes))
         used += task.wire_bytes

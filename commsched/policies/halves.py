@@ -68,7 +68,7 @@ class _Order:
             if not self._ready and self._scattered:
                 # The link must wait until this one may go, as it has nothing else to send.
                 self._admit(self._scattered[0][0])
-                self.busy_s += self._profile.link.alpha_s / 2
+                self.busy_s += self._profile.link.alpha_s
             if not self._ready:
                 return
             self._append(heappop(self._ready)[2].tasks[1])
@@ -88,7 +88,7 @@ def _ahead_s(profile: Profile, found: Iterable[Unit], sizes: Sizes) -> float:
     share = (profile.world_size - 1) / profile.world_size
     largest = max((unit.tasks[0].wire_bytes for unit in found), default=0)
     ahead_bytes = max(0, sizes.credit_bytes - largest)
-    return ahead_bytes * share * profile.link.beta_s + profile.link.alpha_s / 2
+    return ahead_bytes * share * profile.link.beta_s + profile.link.alpha_s
 
 
 def _split(unit: Unit) -> Unit:
