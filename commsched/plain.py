@@ -85,9 +85,13 @@ class Plain:
         with torch.no_grad():  # backward(create_graph=True) turns it on
             self._start(job)
 
+    def retire(self) -> None:
+        """End the thread once nothing is outstanding; does not wait."""
+        self._works.put(None)
+
     def close(self) -> None:
         """End the thread."""
-        self._works.put(None)
+        self.retire()
         if self._thread is not None:
             self._thread.join(5 * TICK_S)
 

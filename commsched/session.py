@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,18 +24,15 @@ from commsched.group import Membership, timeout_of
 from commsched.jobs import Job, Progress
 from commsched.lane import Lane
 from commsched.memory import Memory
-from commsched.metrics import Facts, MetricsFile, metrics_of
 from commsched.model import Buckets
+from commsched.observer import Observer, tracer_of
 from commsched.overlap import Overlap
 from commsched.plain import Plain
 from commsched.planner import Begin
 from commsched.recorder import Recorder, stats_order
-from commsched.report import Exposure, Report
 from commsched.settings import Settings
-from commsched.tracing.tracer import SILENT, Silent, Tracer
 from commsched.tuning.steering import Mode, Steering
 from commsched.tuning.trials import Search
-from commsched.tuning.tuner import Outcome
 
 __all__ = ["Session"]
 
@@ -80,7 +77,6 @@ class Session:
         policy = "fifo" if auto else settings.policy
         self.settings = settings = replace(settings, timeout_s=timeout_s, policy=policy)
         self.buckets = buckets
-        self.exposure = Exposure()
         self.memory = Memory()
         self._member = member = Membership(process_group, buckets.digest)
         if resumed is not None:
@@ -88,7 +84,7 @@ class Session:
         # Before any thread is started, since it may refuse.
         if optimizers:
             Overlap.refuse(ddp, optimizers)
-        self.tracer = _tracer(settings, member, buckets.digest)
+        self.tracer = tracer_of(settings, member, buckets.digest)
         search = None
         if auto and ddp is not None:
             search = Search(fixed, bool(optimizers), buckets.digest)
@@ -96,11 +92,6 @@ class Session:
             member, settings, self.memory, bool(optimizers), resumed, search, self.tracer
         )
         self._plain = Plain(process_group, self.engine, timeout_s, self.tracer)
-        self._metrics: MetricsFile | None = None
-        if settings.metrics:
-            self._metrics = MetricsFile(settings.metrics, member.global_rank, len(member.ranks))
-        self._begun = 0  # steps
-        self._noted: Outcome | None = None  # by the trace
         self.overlap: Overlap | None = None
         self._meter: Overlap | Gauge | None = None
         self.steering: Steering | None = None
@@ -111,6 +102,9 @@ class Session:
         if ddp is not None and self._meter is not None:
             defers, step = bool(optimizers) and not auto, self.memory.step
             self.steering = Steering(ddp, self.engine, self._meter.recorder, defers, step)
+        self.observer = Observer(
+            settings, member, self.engine, self._plain, self.steering, self.tracer
+        )
         # Where DDP leaves out unused buckets, or registers them late, it may never say "last".
         self._says_last_later = ddp is not None and not ddp.skip_all_reduce_unused_params
         self._says_last = self._says_last_later and not (ddp is not None and ddp.static_graph)
@@ -172,35 +166,15 @@ class Session:
             steering.advise()
             if self.overlap is not None:
                 self.overlap.begin(steering.phases.measuring)
-        begins.step, self._begun = self._begun, self._begun + 1
+        begins.step = self.observer.begun
         if self.tracer.clock_due(begins.step):
             mode = mode._replace(plain=False)  # ranks talk in the order of the engine's tasks
         if mode.plain:
             self.engine.count_step()
-        self._trace_step(begins.step, mode)
-        self._trace_outcome()
-        if self._metrics is not None:
-            self._metrics.maybe_write(self.report, self._facts)
+        self.observer.step_begins(mode)
         self._step = _Step(self._slack, mode)
         self._keys = self._step.keys
         return begins
-
-    def _trace_step(self, step: int, mode: Mode) -> None:
-        made, steering = self.engine.planner.made, self.steering
-        self.tracer.begin_step(
-            step,
-            "settled" if steering is None else steering.phases.name,
-            self.engine.planner.active.policy if steering is None else steering.choice,
-            None if made is None or mode.plain else made.plan.digest,
-            mode.deferred,
-            time.monotonic(),
-        )
-
-    def _trace_outcome(self) -> None:
-        outcome = None if self.steering is None else self.steering.outcome
-        if outcome is not self._noted and outcome is not None:
-            self.tracer.note("commsched_tuning", outcome=outcome.to_dict())
-        self._noted = outcome
 
     def _end(self, step: _Step) -> None:
         """All its buckets have come."""
@@ -208,36 +182,6 @@ class Session:
             step.progress.end()
         else:
             self.engine.end(step.progress)
-
-    def report(self) -> Report:
-        """What was measured so far."""
-        engine, made = self.engine, self.engine.planner.made
-        digest = None if made is None else made.plan.digest
-        settings, steering = engine.planner.active, self.steering
-        sent = engine.wire_bytes + self._plain.wire_bytes
-        report = self.exposure.report(sent, settings.codec, settings.policy, digest)
-        if steering is None:
-            return report
-        outcome, outlook = steering.outcome, steering.outlook()
-        tuning = None if outcome is None else outcome.to_dict()
-        report = replace(report, choice=steering.choice, tuning=tuning)
-        if outlook is None:
-            return report
-        return replace(report, predicted_ms=1e3 * outlook.step_s, ideal_ms=1e3 * outlook.ideal_s)
-
-    def metrics(self) -> dict[str, float]:
-        """What was measured so far, as flat numbers."""
-        return metrics_of(self.report(), self._facts())
-
-    def _facts(self) -> Facts:
-        return Facts(
-            world_size=len(self._member.ranks),
-            steps=self._begun,
-            exposed_s=self.exposure.total_s,
-            wire_bytes=self.engine.wire_bytes + self._plain.wire_bytes,
-            tasks=self.engine.tasks,
-            errors=int(self.engine.failed),
-        )
 
     def _queue_callback(self, step: _Step) -> bool:
         """Have `_end_of_backward` called; False outside a backward (join's shadow calls).
@@ -273,8 +217,7 @@ class Session:
             if ddp is not None:
                 ddp.reducer._reset_state()  # it will not see the end of this backward
             raise
-        settled = self.steering is None or self.steering.phases.name == "settled"
-        self.exposure.add([job.timing for job in step.jobs], begin_s, settled)
+        self.observer.step_ends(step.jobs, begin_s)
 
     def _end_measured(self, step: _Step) -> None:
         if self._meter is not None:
@@ -344,6 +287,7 @@ class Session:
         if here is not threading.main_thread() and here.ident != self._thread:
             # Garbage collection may run anywhere, also where the engine waits for this thread. The
             # model's parameters may live on: they will settle.
+            self._plain.retire()
             self.engine.retire()
             return
         try:
@@ -357,9 +301,7 @@ class Session:
                 self._meter.close()
             self.engine.close()
             self._plain.close()
-            self.tracer.close()
-            if self._metrics is not None:
-                self._metrics.close(self.report(), self._facts())
+            self.observer.close()
 
     def _wait(self, done: Callable[[], object]) -> None:
         """Wait until `done()`. An error is left to the jobs' results: they raise in the reducer."""
@@ -370,16 +312,3 @@ class Session:
                 CommSchedError(f"interrupted by {type(error).__name__}; restart the process")
             )
             raise
-
-
-def _tracer(settings: Settings, member: Membership, model: str) -> Silent:
-    if not settings.trace:
-        return SILENT
-    return Tracer(
-        settings.trace,
-        member.global_rank,
-        len(member.ranks),
-        settings.trace_steps,
-        model=model,
-        settings=asdict(settings),
-    )

@@ -208,7 +208,7 @@ class State:
         """Exposed communication, in total and by bucket, over the last 100 steps of this rank."""
         if self._session is None:
             return inactive(self._inactive)
-        return self._session.report()
+        return self._session.observer.report()
 
     def metrics(self) -> dict[str, float]:
         """The report's figures as a flat dictionary of numbers, for TensorBoard's or W&B's loggers.
@@ -217,7 +217,7 @@ class State:
         """
         if self._session is None:
             return metrics_of(inactive(self._inactive))
-        return self._session.metrics()
+        return self._session.observer.metrics()
 
     def bind(self, ddp: DistributedDataParallel) -> None:
         """Tell the state its model, so that it need not search for it. `attach` does.
