@@ -145,10 +145,11 @@ def add_hook(
     if how == "noop":
         ddp.register_comm_hook(None, noop_hook)
         return None
+    # Policies that the automatic mode tries first; it would take most of so short a run to choose.
     if how == "optimizer":
-        state = commsched.State(optimizer=optimizer)
+        state = commsched.State(optimizer=optimizer, policy="priority")
     else:
-        state = commsched.State(codec=how)
+        state = commsched.State(codec=how, policy="fifo")
     ddp.register_comm_hook(state, commsched.hook)  # the one line
     return state
 
