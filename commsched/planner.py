@@ -204,9 +204,11 @@ class Planner:
 
     def _try(self, lane: Lane, begins: Begin, profile: Profile | None) -> None:
         """Begin with trials, or go on to the next one."""
-        if self.trials is None or profile is None or not profile.measured:
+        if self.trials is None:
             return
-        if begins.measured is not None:
+        if profile is None or not profile.measured:
+            self.trials.forget()  # nothing to go by
+        elif begins.measured is not None:
             effective = without(self._settings, self._absent())
             self.trials.start(lane, profile, effective, self._step)
         elif begins.tried_s is not None:

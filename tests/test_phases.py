@@ -104,6 +104,7 @@ def test_a_drift_beyond_tolerance_means_measuring_again(ratio: float, again: boo
     assert steps_until_check(one) == phases.CHECK - 1
     assert one.drifted(ratio) is again
     assert one.measuring is again
+    one.try_for(0)
     assert one.name == ("measuring" if again else "settled")
 
 

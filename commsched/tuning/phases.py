@@ -35,11 +35,14 @@ class Phases:
         self._steps = 0  # since the plan was made, or chosen
         self._check = CHECK
         self._left: int | None = None  # steps of the trial under way
+        self._asked = False  # what comes next is being agreed on
 
     @property
     def name(self) -> str:
         """In one word."""
-        return "measuring" if self.measuring else "settled" if self._left is None else "trying"
+        if self.measuring:
+            return "measuring"
+        return "settled" if self._left is None and not self._asked else "trying"
 
     @property
     def unsteady(self) -> bool:
@@ -56,6 +59,7 @@ class Phases:
             if self.unsteady or not may_plan:
                 return Event.NOTHING
             self.measuring = False
+            self._asked = True
             self._steps = 0
             return Event.MEASURED
         if self._left is not None:
@@ -68,6 +72,7 @@ class Phases:
 
         Call before `begin`.
         """
+        self._asked = False
         self._left = steps if steps and not self.measuring else None
         self._steps = 0
 
@@ -81,7 +86,7 @@ class Phases:
             self._streak += 1
         else:
             self._keys, self._streak, self.measuring = tuple(keys), 0, True
-            self._left = None
+            self._left, self._asked = None, False
         self._steps += 1
 
     def drifted(self, ratio: float) -> bool:

@@ -138,10 +138,11 @@ class Steering:
         self._engine.wait(lambda: asked.answered)
         if asked.agreed_drift is not None:
             self._consider(asked.agreed_drift)
+            return
         trials = self._engine.planner.trials
-        if trials is not None and trials.trial is not None:
+        if trials is not None:
             self._trial = trials.trial
-            self.phases.try_for(self._trial.steps)
+        self.phases.try_for(0 if self._trial is None else self._trial.steps)
 
     def _consider(self, drift: float) -> None:
         if self.phases.drifted(drift):

@@ -91,6 +91,10 @@ class Trials:
         self.outcome = outcome
         self.trial = Trial(Candidate.from_dict(outcome.candidate))
 
+    def forget(self) -> None:
+        """No rank has measured anything: nothing is tried."""
+        self.trial = self.outcome = None
+
     def start(self, lane: Lane, profile: Profile, effective: Settings, step: int) -> None:
         """Begin a search; or go by an outcome that was saved for this job.
 
