@@ -20,15 +20,21 @@ from commsched.tuning.tuner import Outcome
 __all__ = ["Observer", "tracer_of"]
 
 
-def tracer_of(settings: Settings, member: Membership, model: str) -> Silent:
+def tracer_of(settings: Settings, member: Membership, model: str, handed_over: bool) -> Silent:
     """The tracer that the settings ask for.
+
+    Args:
+        settings: where to, and which steps.
+        member: the ranks.
+        model: tells one of several models in a process.
+        handed_over: whether the optimizer is.
 
     Raises:
         CommSchedError: no file can be written there.
     """
     if not settings.trace:
         return SILENT
-    about = {"model": model, "settings": asdict(settings)}
+    about = {"model": model, "settings": asdict(settings), "handed_over": handed_over}
     rank, size = member.global_rank, len(member.ranks)
     return Tracer(settings.trace, rank, size, settings.trace_steps, **about)
 

@@ -97,8 +97,9 @@ class Report:
     def _expected(self) -> list[str]:
         if self.predicted_ms is None or self.ideal_ms is None:
             return []
+        late = [f"{self.deferred_steps} of {self.steps} steps deferred into the next forward"]
         return [
-            f"{self.deferred_steps} of {self.steps} steps deferred into the next forward",
+            *(late if self.deferred_steps else ()),
             f"predicted {self.predicted_ms:.2f} ms a step; no exact schedule takes less than "
             f"{self.ideal_ms:.2f}",
         ]

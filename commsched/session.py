@@ -84,7 +84,7 @@ class Session:
         # Before any thread is started, since it may refuse.
         if optimizers:
             Overlap.refuse(ddp, optimizers)
-        self.tracer = tracer_of(settings, member, buckets.digest)
+        self.tracer = tracer_of(settings, member, buckets.digest, bool(optimizers))
         search = None
         if auto and ddp is not None:
             search = Search(fixed, bool(optimizers), buckets.digest)

@@ -18,7 +18,8 @@ from commsched.errors import CommSchedError
 from commsched.reporting.analysis import Analysis, analyse
 from commsched.reporting.findings import causes, headline, offers
 from commsched.reporting.intervals import intersect, length, subtract, union
-from commsched.reporting.remedies import NO_PROFILE, outlook
+from commsched.reporting.remedies import CODECS, NO_PROFILE, outlook
+from commsched.reporting.terminal import about
 from commsched.settings import Settings
 from commsched.tracing.file import read_all
 from tests.profiles import profile_of
@@ -224,15 +225,61 @@ def test_offers_are_sorted_and_worth_it(tmp_path: Path) -> None:
     figures, _ = simulated_run(tmp_path, "resnet50", "fifo", False)
     foreseen = outlook(figures)
     assert not isinstance(foreseen, str)
-    gains = [row.gain for row in foreseen.offers]
+    assert all(row.gain >= 0.02 for row in foreseen.offers)
+    harms = ["codec" if row.kind == "codec" else row.kind == "link" for row in foreseen.offers]
+    exact = harms.index("codec")
+    gains = [row.gain for row in foreseen.offers[:exact]]
     assert gains == sorted(gains, reverse=True)
-    assert all(gain >= 0.02 for gain in gains)
+    assert harms == [False] * exact + ["codec"] * harms.count("codec") + [True]
+    order = [row.group for row in foreseen.offers if row.kind == "codec"]
+    assert order == [one for one in ("codec bf16", "codec int8", "codec powersgd") if one in order]
     kinds = {row.kind for row in foreseen.offers}
     assert {"schedule", "codec", "link"} <= kinds
     lines = offers(figures, foreseen)
     assert any(line.startswith("hand the optimizer over") for line in lines)
-    assert all(("lossy" in line) == ("int8" in line or "bf16" in line) for line in lines)
+    assert lines[-1].startswith("(predicted from the profile measured in this run")
+    lossy = [line for line in lines if any(name in line for name in CODECS)]
+    assert lossy == [line for line in lines if "docs/codecs.md" in line]
     assert foreseen.ideal_ms <= min(row.step_ms for row in foreseen.rows if row.kind == "schedule")
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_the_optimizer_is_not_asked_for_twice(handed_over: bool, tmp_path: Path) -> None:
+    profile = profile_of("resnet50", 8)
+    plan = policies.get("fifo")(profile, Settings())
+    files, _ = simulated(profile, plan, deferred=False, choice="fifo", settings=asdict(Settings()))
+    for file in files:
+        file.lines[0] = file.lines[0].replace(
+            '"rank":', f'"handed_over": {json.dumps(handed_over)}, "rank":'
+        )
+    figures = analysed(files, tmp_path)
+    said = " ".join(offers(figures, outlook(figures)))
+    assert ("hand the optimizer over" in said) is not handed_over
+    assert ("COMMSCHED_POLICY=" in said) is handed_over
+
+
+@pytest.mark.parametrize(("settled", "steps", "unsettled"), [(4, 10, 6), (5, 5, 0)])
+def test_a_run_that_has_hardly_settled(
+    settled: int, steps: int, unsettled: int, tmp_path: Path
+) -> None:
+    file = RankFile(0, 1)
+    for number in range(2, 8 + settled):
+        phase = "trying" if number < 8 else "settled"
+        file.step(number, number, number + 1.0, phase=phase)
+    figures = analysed([file], tmp_path)
+    assert (figures.steps, figures.unsettled) == (steps, unsettled)
+    assert any("hardly settled" in line for line in about(figures)) is bool(unsettled)
+
+
+def test_a_link_that_is_too_slow_for_the_model(tmp_path: Path) -> None:
+    from commsched.profile import Link
+
+    profile = profile_of("vgg16", 8, Link(1e-4, 1e-8))
+    plan = policies.get("fifo")(profile, Settings())
+    files, _ = simulated(profile, plan, deferred=False, choice="fifo", settings=asdict(Settings()))
+    figures = analysed(files, tmp_path)
+    assert figures.busy < 0.9
+    assert "even a perfect order cannot hide the rest" in headline(figures)
 
 
 def test_hidden_communication_is_said_plainly(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class Noted:
 
     Attributes:
         settings: the effective ones, by name.
+        handed_over: the optimizer; None where an older trace does not say.
         profile, plan: the last ones; None where none was made.
         plans: all of them, by digest.
         tuning: what the automatic mode has found.
@@ -81,6 +82,7 @@ class Noted:
     """
 
     settings: Mapping[str, Any]
+    handed_over: bool | None
     profile: Profile | None
     plan: Plan | None
     plans: Mapping[str, Plan]
@@ -104,6 +106,7 @@ class Analysis:
         choice: how gradients travelled, in the run's own words.
         deferred: whether optimizer steps ran in the next forward, in most steps.
         steps: how many were used, the same ones of every rank.
+        unsettled: of them, those in which it was measured, or tried, how to communicate.
         left_out: how many were not, and why.
         step_ms, median_ms, max_ms: the step time.
         exposed_ms, exposed_median_ms: training threads stood still for communication.
@@ -115,6 +118,7 @@ class Analysis:
     choice: str
     deferred: bool
     steps: int
+    unsettled: int
     left_out: tuple[str, ...]
     step_ms: float
     median_ms: float
@@ -186,6 +190,7 @@ def analyse(traces: Sequence[RankTrace]) -> Analysis:
         choice=rows[-1][0].choice,
         deferred=2 * sum(step.is_deferred for step in steps) > len(steps),
         steps=len(rows),
+        unsettled=sum(not all(step.is_settled for step in row) for row in rows),
         left_out=tuple(left_out),
         step_ms=step_ms,
         median_ms=middle_ms,
@@ -229,10 +234,12 @@ def _one_model(traces: Sequence[RankTrace]) -> tuple[list[RankTrace], list[str]]
 
 def _noted(traces: Sequence[RankTrace]) -> Noted:
     settings: Mapping[str, Any] = {}
+    handed_over = None
     profile, plan, tuning, error_s = None, None, None, 0.0
     plans: dict[str, Plan] = {}
     for trace in reversed(traces):  # rank 0's last: it is the one that plans
         settings = trace.about.get("settings") or settings
+        handed_over = trace.about.get("handed_over", handed_over)
         for name, args in trace.notes:
             if name == "commsched_profile":
                 profile = Profile.from_json(_text(args["profile"]))
@@ -244,7 +251,7 @@ def _noted(traces: Sequence[RankTrace]) -> Noted:
                 error_s = max(error_s, float(args.get("error_s") or 0.0))
     if isinstance(tuning, str):
         tuning = json.loads(tuning)
-    return Noted(settings, profile, plan, plans, tuning, error_s)
+    return Noted(settings, handed_over, profile, plan, plans, tuning, error_s)
 
 
 def _text(value: Any) -> str:

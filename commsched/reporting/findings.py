@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from commsched.reporting.analysis import Analysis
     from commsched.reporting.costs import BucketFigures
 
-__all__ = ["causes", "headline", "ms", "offers"]
+__all__ = ["basis", "causes", "headline", "ms", "offers"]
 
 HIDDEN = 0.02  # of the step time: less exposed communication is none
 FULL = 0.9  # of the step: a link that is busy for so long carries no more
@@ -79,6 +79,13 @@ def _link(analysis: Analysis) -> str:
             f"the link is busy {busy:.0%} of the step: it carries no more, so only fewer bytes or "
             "a faster link help"
         )
+    if (sending_ms := _sending_ms(analysis)) > _compute_ms(analysis):
+        return (
+            f"sending takes about {ms(sending_ms)} ms, more than the "
+            f"{ms(_compute_ms(analysis))} ms that a step computes: even a perfect order cannot "
+            "hide the rest, only fewer bytes or a faster link can; the link is busy "
+            f"{busy:.0%} of the step"
+        )
     last = _last(analysis)
     if last is not None and last.exposed_ms > MOST * analysis.exposed_ms:
         return (
@@ -99,13 +106,26 @@ def _link(analysis: Analysis) -> str:
     return f"the link is busy {busy:.0%} of the step"
 
 
+def _sending_ms(analysis: Analysis) -> float:
+    """What a rank's bytes take at the link's measured rate; 0 where that is not known."""
+    profile = analysis.noted.profile
+    if profile is None or not profile.measured:
+        return 0.0
+    sent_bytes = 1e6 * max(rank.sent_mb for rank in analysis.ranks)
+    return 1e3 * profile.link.beta_s * sent_bytes
+
+
+def _compute_ms(analysis: Analysis) -> float:
+    return sum(rank.compute_ms for rank in analysis.ranks) / len(analysis.ranks)
+
+
 def _last(analysis: Analysis) -> BucketFigures | None:
     come = [bucket for bucket in analysis.buckets if bucket.ready_ms is not None]
     return max(come, key=lambda row: row.ready_ms or 0.0) if len(come) > 1 else None
 
 
 def offers(analysis: Analysis, outlook: Outlook | str) -> list[str]:
-    """What to do, the largest gain first; or that there is nothing to do, or why one cannot say."""
+    """What to do, what keeps the result first; or that nothing is, or why one cannot say."""
     late = analysis.straggler
     found = []
     if late is not None:
@@ -123,11 +143,20 @@ def offers(analysis: Analysis, outlook: Outlook | str) -> list[str]:
             else "nothing that was looked at is predicted to gain "
             f"{WORTH:.0%} or more: this is as good as it gets here"
         ]
-    return found
+    return [*found, basis(analysis, outlook)]
+
+
+def basis(analysis: Analysis, outlook: Outlook) -> str:
+    """What predictions rest on, and how far no exact schedule goes."""
+    return (
+        f"(predicted from the profile measured in this run, in which the present way would take "
+        f"{ms(outlook.present_ms)} ms a step and took {ms(analysis.step_ms)}; no exact schedule "
+        f"takes less than {ms(outlook.ideal_ms)})"
+    )
 
 
 def _offer(row: Alternative, outlook: Outlook) -> str:
-    marks = ["lossy"] if row.lossy else []
+    marks = ["changes gradients: see docs/codecs.md"] if row.lossy else []
     marks.append(f"predicted {ms(row.step_ms)} ms a step instead of {ms(outlook.present_ms)}")
     if row.measured_ms is not None:
         marks.append(f"tried: {ms(row.measured_ms)} ms")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "WORTH", "Alternative", "Outlook", "outlook"]
 
-CODECS = ("bf16", "int8", "powersgd")  # that are tried on paper: mild, a quarter, and a hundredth
+CODECS = ("bf16", "int8", "powersgd")  # that are tried on paper, the mildest first
 WORTH = 0.02  # of the step time: what gains less is not offered
 RATES_GBIT = (10.0, 25.0, 100.0)
 FASTER = 1.5  # times the present rate
@@ -74,7 +74,10 @@ class Outlook:
 
     @property
     def offers(self) -> tuple[Alternative, ...]:
-        """What is worth doing, the largest gain first: the best of each group.
+        """What is worth doing: the best of each group, exact ones first, by gain.
+
+        Lossy ones follow, the mildest first: they cost accuracy, which no figure here tells. What
+        must be bought comes last.
 
         What the run has tried, and found no better than what is in effect, is not.
         """
@@ -86,7 +89,7 @@ class Outlook:
                     **found,
                     row.group: row if row.kind == "link" else found.get(row.group, row),
                 }
-        return tuple(sorted(found.values(), key=lambda row: row.step_ms))
+        return tuple(sorted(found.values(), key=_harm))
 
     def _refuted(self, row: Alternative) -> bool:
         now = next((one.measured_ms for one in self.rows if not one.do), None)
@@ -97,6 +100,12 @@ class Outlook:
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         return {**asdict(self), "offers": [asdict(row) for row in self.offers]}
+
+
+def _harm(row: Alternative) -> tuple[int, float]:
+    """What an offer costs: nothing, accuracy, money."""
+    ranks = {f"codec {codec}": rank for rank, codec in enumerate(CODECS, 1)}
+    return len(CODECS) + 1 if row.kind == "link" else ranks.get(row.group, 0), row.step_ms
 
 
 def outlook(analysis: Analysis, coding_s: Mapping[str, float] = NO_CODING) -> Outlook | str:
@@ -147,9 +156,7 @@ class _Now:
         self._coding_s = coding_s
         noted = settings_of(analysis.noted.settings)
         self._settings = replace(noted, policy="priority" if analysis.deferred else "fifo")
-        self._handed_over = analysis.deferred or any(
-            row.get("deferred") for row in self.tuning.get("rows") or ()
-        )
+        self._handed_over = analysis.deferred or bool(analysis.noted.handed_over)
         self._ways = list(self._candidates())
         named = {way.name: way for way in self._ways}
         self._way = named.get(analysis.choice) or self._by_plan() or self._usual()

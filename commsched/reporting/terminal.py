@@ -50,12 +50,18 @@ def about(analysis: Analysis) -> Iterator[str]:
     ranks = len(analysis.ranks)
     of = "" if ranks == analysis.world_size else f" of {analysis.world_size}"
     yield (
-        f"{analysis.steps} steps of {ranks}{of} {'rank' if ranks == 1 else 'ranks'}"
+        f"{analysis.steps} {'step' if analysis.steps == 1 else 'steps'} of {ranks}{of} "
+        f"{'rank' if ranks == 1 else 'ranks'}"
         + (f", {analysis.choice}" if analysis.choice else "")
         + f": mean {ms(analysis.step_ms)} ms, median {ms(analysis.median_ms)}, "
         f"longest {ms(analysis.max_ms)}; exposed: mean {ms(analysis.exposed_ms)} ms, median "
         f"{ms(analysis.exposed_median_ms)}"
     )
+    if analysis.unsettled:
+        yield (
+            f"{analysis.unsettled} of these steps measured or tried how to communicate: training "
+            "had hardly settled, so trace more or later steps (COMMSCHED_TRACE_STEPS)"
+        )
     for line in analysis.left_out:
         yield f"left out: {line}"
     overlap = "-" if analysis.overlap is None else f"{analysis.overlap:.0%}"
@@ -78,7 +84,7 @@ def _ranks(analysis: Analysis) -> Table:
     table = _numbers(
         "Ranks (ms a step)",
         *("rank", "step", "exposed", "compute", "overlap", "link busy", "coding", "MB sent"),
-        *("backward", "forward", "late by", "last"),
+        *("backward", "forward", "late by", "came last"),
     )
     for row in analysis.ranks:
         table.add_row(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["TracedStep", "steps_of", "usable"]
 
 BY_NUMBER = ("ready", "queued", "encode", "comm", "decode")  # their arguments say whose they are
+FEW = 5  # settled steps: fewer say little, so the others stay
 WARM_UP = 2  # the model's first steps: DDP rebuilds its buckets after them
 PAUSE = 3.0  # times the median of what a step computes: evaluation, or a checkpoint, came between
 
@@ -139,7 +140,8 @@ def usable(ranks: Sequence[Sequence[TracedStep]]) -> tuple[list[list[TracedStep]
         ranks: each rank's steps.
 
     Returns:
-        By step, the steps of all ranks; and how many were left out, and why, in words.
+        By step, the steps of all ranks; and how many were left out, and why, in words. Where
+        training had hardly settled, steps in which it measured and tried are among them.
 
     Raises:
         CommSchedError: none is left.
@@ -160,7 +162,7 @@ def usable(ranks: Sequence[Sequence[TracedStep]]) -> tuple[list[list[TracedStep]
     later = [row for row in kept if row[0].number >= WARM_UP]
     keep(later or kept, "the model's first, in which ranks connect and DDP's buckets are others")
     settled = [row for row in kept if all(step.is_settled for step in row)]
-    if settled:
+    if len(settled) >= FEW or (settled and len(settled) == len(kept)):
         keep(settled, "measuring, or trying how to communicate")
         last = settled[-1][0].choice
         keep([row for row in kept if row[0].choice == last], f"before the choice of {last!r}")

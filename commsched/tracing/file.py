@@ -196,7 +196,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CommSchedError(f"{path} cannot be read: {error.strerror or error}") from None
+        hint = ": COMMSCHED_TRACE=folder makes a job write traces there" * (not path.exists())
+        raise CommSchedError(f"{path} cannot be read: {error.strerror or error}{hint}") from None
     first, *lines = data.split(b"\n")
     if first.strip() != b"[":
         raise _not_ours(path, "it does not begin as one")

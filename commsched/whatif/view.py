@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["draw", "print_rows"]
 
 PANEL_INCHES = (6.0, 4.0)
+LEAST = 0.0005  # of a step: less is shown as 0.0 %
 Place = tuple[int, float | None]  # ranks, Gbit/s
 
 
@@ -39,7 +40,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "ranks": lambda row: str(row.ranks),
     "Gbit/s": lambda row: _rate(row.gbps),
     "algorithm": lambda row: row.algorithm,
-    "bucket MB": lambda row: "own" if row.bucket_cap_mb is None else f"{row.bucket_cap_mb:g}",
+    "bucket MB": lambda row: (
+        "as in the profile" if row.bucket_cap_mb is None else f"{row.bucket_cap_mb:g}"
+    ),
 }
 
 
@@ -92,13 +95,18 @@ def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
     for place in dict.fromkeys(map(_place, rows)):
         here = [row for row in rows if _place(row) == place]
         best = min(here, key=lambda row: row.step_ms)
-        cap = "" if best.bucket_cap_mb is None else f" with bucket_cap_mb={best.bucket_cap_mb:g}"
         lost_ms = here[0].step_ms - here[0].compute_ms
         yield (
             f"{place[0]} ranks, {_rate(place[1])} Gbit/s: plain DDP loses {lost_ms:.1f} ms of "
-            f"{here[0].step_ms:.1f} to communication; fastest: {best.candidate}{cap}, "
-            f"{best.step_ms:.1f} ms ({best.vs_ddp - 1:+.1%})"
+            f"{here[0].step_ms:.1f} to communication; {_fastest(best)}"
         )
+
+
+def _fastest(best: Row) -> str:
+    if best.vs_ddp > 1.0 - LEAST:
+        return "nothing here is faster"
+    cap = "" if best.bucket_cap_mb is None else f" with bucket_cap_mb={best.bucket_cap_mb:g}"
+    return f"fastest: {best.candidate}{cap}, {best.step_ms:.1f} ms ({best.vs_ddp - 1:+.1%})"
 
 
 def draw(path: Path, loaded: Loaded, rows: Sequence[Row]) -> None:
