@@ -66,7 +66,8 @@ class Engine:
         self._done = {
             "optimizer": optimizer,
             "resumed": resumed.digest if resumed else "nothing",
-            "trace_steps": tracer.steps,  # in them ranks compare their clocks
+            # In them ranks compare their clocks.
+            "trace_steps (empty where trace is not set)": tracer.steps,
         }
         may_use = [*used(settings), *parse_allow(settings.allow)]
         if not all(codecs.get(codec).bitwise for codec in may_use):
@@ -78,6 +79,7 @@ class Engine:
             Packer(member.rank, len(member.ranks), memory, settings.error_feedback), tracer
         )
         self._lane: Lane | None = None
+        self._tasks = 0  # of a lane that was left
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outstanding = Outstanding()
         self._beat_s = time.monotonic()  # when the engine's thread was last seen to move
@@ -98,7 +100,8 @@ class Engine:
     @property
     def tasks(self) -> int:
         """Tasks issued since the start, and conversations held."""
-        return 0 if self._lane is None else self._lane.sequence
+        lane = self._lane  # the engine's thread may be leaving it
+        return self._tasks if lane is None else lane.sequence
 
     @property
     def failed(self) -> bool:
@@ -137,7 +140,7 @@ class Engine:
 
     def count_step(self) -> None:
         """A step begins whose buckets are all summed elsewhere."""
-        self._queue.put(self._iterations.count)
+        self._queue.put(self._count)
 
     def summed(self, job: Job, params: Iterable[int]) -> None:
         """It is summed: all its parameters."""
@@ -262,7 +265,7 @@ class Engine:
         if self._flight.on_the_wire():
             lane.group.abandon()
         lane.leave()
-        self._lane = None
+        self._tasks, self._lane = lane.sequence, None
         # They hold gradients.
         self._flight.clear()
         self._iterations.clear()
@@ -321,6 +324,12 @@ class Engine:
     def _on_tick(self, lane: Lane) -> None:
         lane.check_peers()
         self._flight.check_deadline(self.settings.timeout_s)
+
+    def _count(self) -> None:
+        assert self._lane is not None
+        # So that a rank that is a step behind shows on the board, and can be named as missing.
+        self._lane.sequence += 1
+        self._iterations.count()
 
     def _look_at_peers(self) -> None:
         assert self._lane is not None

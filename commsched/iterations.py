@@ -112,6 +112,9 @@ class Iterations:
         """One more begins."""
         self._memory.step += 1
         self._planner.begin(self._memory.step)
+        if self._planner.sends_exactly:
+            # What a codec that was tried has kept is of old gradients, should it be used later.
+            self._memory.forget()
 
     def _begin(self, lane: Lane, begins: Begin | None) -> None:
         # Between two iterations nothing is on the wire, and every rank is at the same place of the

@@ -66,6 +66,12 @@ class Memory:
             for param, whole in rows.items()
         }
 
+    def forget(self) -> None:
+        """Let go of all slots and factors."""
+        self._chunks.clear()
+        self._whole.clear()
+        self.factors.clear()
+
     def _collect(self, name: str, spans: Sequence[Span]) -> torch.Tensor:
         flat = torch.zeros(sum(span.numel for span in spans))
         for span in spans:

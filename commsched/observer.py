@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from commsched.engine import Engine
+from commsched.errors import CommSchedError
 from commsched.group import Membership
 from commsched.jobs import Job
 from commsched.metrics import Facts, MetricsFile, metrics_of
 from commsched.plain import Plain
 from commsched.report import Exposure, Report
 from commsched.settings import Settings
-from commsched.tracing.tracer import SILENT, Silent, Tracer
+from commsched.tracing.tracer import SILENT, Blind, Silent, Tracer
 from commsched.tuning.steering import Mode, Steering
 from commsched.tuning.tuner import Outcome
 
 __all__ = ["Observer", "tracer_of"]
+
+logger = logging.getLogger("commsched")
 
 
 def tracer_of(settings: Settings, member: Membership, model: str, handed_over: bool) -> Silent:
@@ -29,14 +33,17 @@ def tracer_of(settings: Settings, member: Membership, model: str, handed_over: b
         model: tells one of several models in a process.
         handed_over: whether the optimizer is.
 
-    Raises:
-        CommSchedError: no file can be written there.
+    A folder that this rank cannot write to is a warning: the others would wait for it in vain.
     """
     if not settings.trace:
         return SILENT
     about = {"model": model, "settings": asdict(settings), "handed_over": handed_over}
     rank, size = member.global_rank, len(member.ranks)
-    return Tracer(settings.trace, rank, size, settings.trace_steps, **about)
+    try:
+        return Tracer(settings.trace, rank, size, settings.trace_steps, **about)
+    except CommSchedError as error:
+        logger.warning("rank %d: %s", rank, error)
+        return Blind(settings.trace_steps)
 
 
 class Observer:
@@ -102,7 +109,8 @@ class Observer:
     def report(self) -> Report:
         """What was measured so far."""
         planner, steering = self._engine.planner, self._steering
-        digest = None if planner.made is None else planner.made.plan.digest
+        plain = steering is not None and steering.plain
+        digest = None if planner.made is None or plain else planner.made.plan.digest
         codec, policy = planner.active.codec, planner.active.policy
         report = self._exposure.report(self._sent, codec, policy, digest)
         if steering is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from commsched.plan import Plan, agree
 from commsched.pricing import coding_s, price
 from commsched.probe import agree_on_median, agree_on_profile, probe_link
 from commsched.profile import Link, Profile
-from commsched.rules import used, without
+from commsched.rules import parse_allow, used, without
 from commsched.settings import Settings
 from commsched.tuning.trials import Search, Trials
 
@@ -53,7 +54,7 @@ class Begin:
         return not (self.measured is None and self.tried_s is None and self.drift is None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Made:
     """A plan, and the profile it was made from once one is measured."""
 
@@ -94,7 +95,8 @@ class Planner:
         active: the settings as they are in effect: without codecs that have not begun, or are
             refused. Likewise.
         verdict: None before codecs were priced. Likewise.
-        last_start: the step in which the last of the user's codecs begins.
+        last_start: the step from which on every codec that may be used has begun, and those of the
+            user are priced. What is planned or tried before would not hold.
         saved_plan: that of the run that is being resumed, while DDP may still come to its buckets.
         trials: those of the automatic mode; None where the user has chosen.
     """
@@ -115,22 +117,25 @@ class Planner:
         if search is not None:
             saved = None if resumed is None else resumed.tuning
             self.trials = Trials(settings, search, world_size, saved)
-        named = [codecs.get(codec) for codec in used(settings)]
-        own = settings.codec_start_step < 0
-        self._starts = {
-            str(codec): codec.start_step if own else settings.codec_start_step
-            for codec in named
-            if codec.lossy
-        }
+        self._starts = _starts(settings, used(settings))
         if resumed is not None and resumed.verdict is not None:
             verdict = Verdict.from_dict(resumed.verdict)
             if (verdict.priced, verdict.world_size) == (frozenset(self._starts), world_size):
                 self.verdict = verdict
-        self.last_start = max(self._starts.values(), default=0)
+        allowed = {} if search is None else _starts(settings, parse_allow(settings.allow))
+        starts = [*self._starts.values(), *allowed.values()]
+        if self._starts and not settings.codec_force:
+            starts.append(WARM_UP)
+        self.last_start = max(starts, default=0)
         self._step = 0
         self.active = self._effective()
         self.saved_plan: Plan | None = None
         self._planned_with = self.active
+
+    @property
+    def sends_exactly(self) -> bool:
+        """Whether no codec that keeps anything is in effect, or will be by the user's own wish."""
+        return not self._starts and not any(codecs.get(one).lossy for one in used(self.active))
 
     def begin(self, step: int) -> None:
         """Iteration `step` begins. Counted alike on all ranks; no conversation."""
@@ -207,10 +212,11 @@ class Planner:
         if self.trials is None:
             return
         if profile is None or not profile.measured:
-            self.trials.forget()  # nothing to go by
+            if begins.measured is not None:
+                self.trials.nothing_to_go_by(lane.group.rank)
         elif begins.measured is not None:
             effective = without(self._settings, self._absent())
-            self.trials.start(lane, profile, effective, self._step)
+            self.trials.start(lane, profile, effective)
         elif begins.tried_s is not None:
             median = partial(agree_on_median, lane.group, begins.tried_s)
             self.trials.measured(lane, lane.agree("comparing step times", median))
@@ -270,3 +276,10 @@ class Planner:
         logger.info("%s", str(plan).partition("\n")[0])
         logger.debug("%s", plan)
         return plan
+
+
+def _starts(settings: Settings, named: Iterable[str]) -> dict[str, int]:
+    """The steps in which the lossy ones of these codecs begin."""
+    lossy = [codec for codec in map(codecs.get, named) if codec.lossy]
+    own = settings.codec_start_step < 0
+    return {str(c): c.start_step if own else settings.codec_start_step for c in lossy}

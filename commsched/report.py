@@ -37,6 +37,8 @@ class Report:
     `ideal_ms` the one that no exact schedule could beat; None where nothing was measured. As long
     as there are some, only steps after the automatic mode's trials count.
 
+    `plan` is None before there is one, and where torch's own all-reduce was kept.
+
     `choice` is what is in effect, in words; `tuning` what the automatic mode has tried and why it
     has chosen that (`tuner.Outcome`), None before and where the user has.
     """
@@ -69,7 +71,8 @@ class Report:
         lines = [
             f"commsched, last {self.steps} steps: exposed {self.exposed_ms:.2f}{of_ms} ms a step "
             f"(longest {self.exposed_max_ms:.2f}), {self.wire_bytes_per_step / 1e6:.2f} MB sent a "
-            f"step, {self.choice or self.policy}, codec {self.codec}, plan {self.plan}",
+            f"step, {self.choice or self.policy}, codec {self.codec}"
+            + (f", plan {self.plan}" if self.plan else ""),
             *self._expected(),
             *self._tried(),
             "bucket       MB  ready ms   comm ms  exposed ms  first parameters",

@@ -18,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import commsched
 from commsched.errors import CommSchedError
 from commsched.planner import Planner
+from commsched.recorder import Recorder
 from commsched.tuning import candidates, phases
 from commsched.tuning.steering import Steering
+from commsched.tuning.trials import Trials
 from tests.compare import assert_equal_on_all_ranks
 from tests.deferring import Training, differ
 from tests.distributed import ranks
@@ -219,6 +221,43 @@ def test_a_codec_is_chosen_only_if_allowed(rank: int, allow: str) -> None:
 
 
 @ranks(2)
+def test_an_allowed_codec_is_tried_only_once_it_has_begun(rank: int) -> None:
+    ours = Training(policy="auto", allow="int8", codec_min_numel=64, codec_start_step=20)
+    with (
+        as_if(lambda name: 0.01 if "int8" in name else 0.1) as tried,
+        mock.patch.object(candidates, "HIDDEN", -1.0),
+    ):
+        for _ in range(18):
+            ours.step(rank)
+        assert tried == []
+        for _ in range(TUNED):
+            ours.step(rank)
+    assert "int8" in outcome_of(ours.state)["chosen"]
+    ours.close()
+
+
+@ranks(2)
+def test_what_a_rejected_codec_has_kept_is_forgotten(rank: int) -> None:
+    """It is of old gradients: nobody must add it to new ones."""
+
+    def kept() -> dict[str, Any]:
+        assert ours.state is not None
+        return ours.state._session.memory.slots()  # type: ignore[union-attr]
+
+    ours = Training(policy="auto", allow="topk", codec_min_numel=64)
+    had = 0
+    with as_if(winning("ddp")) as tried, mock.patch.object(candidates, "HIDDEN", -1.0):
+        for _ in range(TUNED):
+            ours.step(rank)
+            had += bool(kept())
+    assert any("topk" in name for name in tried)
+    assert had > 0
+    assert outcome_of(ours.state)["chosen"] == "ddp"
+    assert not kept()
+    ours.close()
+
+
+@ranks(2)
 def test_a_lossy_candidate_must_beat_the_exact_ones_clearly(rank: int) -> None:
     ours = Training(policy="auto", allow="int8", codec_min_numel=64)
     with (
@@ -309,6 +348,50 @@ def test_a_later_run_of_the_same_job_tries_nothing(rank: int, tmp_path: Path) ->
     other, tried = tuned(rank, file, credit_mb=0.032)  # another job
     assert tried
     other.close()
+
+
+@ranks(2)
+def test_a_job_is_told_by_its_values(rank: int, tmp_path: Path) -> None:
+    """Not by who has set them, nor by what says where this run leaves its files."""
+    file = str(tmp_path / "tuned.json")
+    first, tried = tuned(rank, file)
+    assert tried
+    first.close()
+    dist.barrier()
+    fusion_mb = first.state.settings.fusion_mb  # type: ignore[union-attr]
+    for alike in ({"fusion_mb": fusion_mb}, {"timeout_s": 77.0, "trace": str(tmp_path)}):
+        second, tried = tuned(rank, file, 20, **alike)
+        assert tried == [], alike
+        second.close()
+
+
+@ranks(2)
+def test_any_error_of_rank_0_is_heard_by_all(rank: int) -> None:
+    def fails(self: Trials, *_: object) -> None:
+        raise ZeroDivisionError("by test")
+
+    with (
+        mock.patch.object(Trials, "_new_tuner", fails),
+        pytest.raises(CommSchedError, match="automatic mode failed: ZeroDivisionError: by test"),
+    ):
+        Training(policy="auto", timeout_s=60.0).run(rank, 20)
+
+
+@ranks(2)
+def test_where_nothing_can_be_measured_nothing_is_tried(rank: int) -> None:
+    said, logger = Said(), logging.getLogger("commsched")
+    logger.addHandler(said)
+    unmeasured = mock.patch.object(Recorder, "summary", lambda _: {"steps": 0})
+    with unmeasured, as_if(winning("rs_ag, deferred")) as tried:
+        ours = Training(policy="auto").run(rank, 20)
+    logger.removeHandler(said)
+    assert tried == []
+    assert [line for _, line in said.lines if "could not be measured" in line] == (
+        ["automatic mode: this model's steps could not be measured, nothing is tried"]
+        if rank == 0
+        else []
+    )
+    ours.close()
 
 
 @ranks(2)

@@ -123,6 +123,20 @@ def test_other_dtypes_are_bit_equal(rank: int, dtype: torch.dtype) -> None:
 
 
 @ranks(2)
+def test_what_is_reported_is_torchs_way(rank: int) -> None:
+    model, state = settled(rank, 10.0)
+    report, tasks = state.report(), state.metrics()["commsched/tasks"]
+    assert report.plan is None
+    assert "plan" not in str(report).partition("\n")[0]
+    ddp = next(row for row in report.tuning["rows"] if row["name"] == "ddp")  # type: ignore[index]
+    assert report.predicted_ms == pytest.approx(ddp["predicted_ms"])
+    step(model, rank, TUNED)
+    assert state.metrics()["commsched/tasks"] == tasks + 1  # a rank that is behind shows
+    state.close()
+    assert state.metrics()["commsched/tasks"] >= tasks
+
+
+@ranks(2)
 def test_closing_ends_its_threads_and_later_steps_raise(rank: int) -> None:
     model, state = settled(rank, 10.0)
     assert any(one.name.startswith("commsched-plain") for one in threading.enumerate())

@@ -542,6 +542,27 @@ def other_window(rank: int, world_size: int, folder: str) -> None:
     training.close()
 
 
+def one_cannot_write(rank: int, world_size: int, folder: str) -> list[str]:
+    said: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("commsched").addHandler(Said(logging.WARNING))
+    training = Training(trace=folder if rank == 0 else "/proc/nowhere", trace_steps="2:9")
+    training.run(rank, 12).close()
+    return [line for line in said if "no trace can be written" in line]
+
+
+def test_a_rank_that_cannot_write_trains_on(tmp_path: Path) -> None:
+    verdicts = run_on_ranks(one_cannot_write, str(tmp_path))
+    assert [verdict.status for verdict in verdicts] == ["ok", "ok"], verdicts
+    assert [len(verdict.value) for verdict in verdicts] == [0, 1]
+    (trace,) = read_all([str(tmp_path)])
+    assert {int(span.args["step"]) for span in trace.spans if span.name == "step"} >= {3, 4, 5}
+
+
 def test_windows_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
     verdicts = run_on_ranks(other_window, str(tmp_path))
     assert [verdict.status for verdict in verdicts] == ["ok", "ok"], verdicts

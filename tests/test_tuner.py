@@ -45,6 +45,11 @@ def searches(draw: st.DrawFn) -> tuple[list[Row], dict[str, float]]:
     return rows, times
 
 
+def again(rows: list[Row]) -> list[Row]:
+    """The same candidates, not tried."""
+    return [Row(row.candidate, row.predicted_s) for row in rows]
+
+
 def run(tuner: Tuner, times: dict[str, float]) -> tuple[Outcome, list[str], int]:
     """The outcome, what was in effect in turn, and how many steps it took."""
     trials, steps = [], 0
@@ -108,8 +113,7 @@ def test_an_outcome_survives_json(search: tuple[list[Row], dict[str, float]]) ->
 @given(searches())
 def test_equal_searches_go_alike(search: tuple[list[Row], dict[str, float]]) -> None:
     rows, times = search
-    again = [Row(row.candidate, row.predicted_s) for row in rows]
-    one, other = Tuner(rows, 0.04, 0.05), Tuner(again, 0.04, 0.05)
+    one, other = Tuner(again(rows), 0.04, 0.05), Tuner(again(rows), 0.04, 0.05)
     assert run(one, times) == run(other, times)
 
 
@@ -158,6 +162,39 @@ def test_a_close_race_is_run_again_by_turns_and_outliers_do_not_decide() -> None
     assert turns == ["p", "ddp"] * 3
     assert tuner.outcome.chosen == "p"
     assert "x plain DDP" in tuner.outcome.why
+
+
+def test_plain_ddp_is_in_the_final_of_two_others() -> None:
+    rows = [
+        Row(candidate("ddp"), 0.1),
+        Row(candidate("p", "priority", deferred=True), 0.1),
+        Row(candidate("r", "rs_ag", deferred=True), 0.1),
+    ]
+    times = {"ddp": 0.1, "p": 0.085, "r": 0.087}
+    outcome, trials, _ = run(Tuner(rows, 0.04, 0.05), times)
+    assert trials[3:] == ["p", "r", "ddp"] * 2
+    assert outcome.chosen == "p"
+    _, trials, _ = run(Tuner(again(rows), 0.04, 0.05), {**times, "ddp": 0.12})
+    assert trials[3:] == ["p", "r"] * 3  # it is out of the race
+
+
+@pytest.mark.parametrize(
+    ("gain", "slow_turn", "chosen"), [(0.03, False, "p"), (0.03, True, "ddp"), (0.1, True, "p")]
+)
+def test_a_small_gain_must_show_in_every_turn(gain: float, slow_turn: bool, chosen: str) -> None:
+    rows = [Row(candidate("ddp"), 0.1), Row(candidate("p", "priority", deferred=True), 0.1)]
+    tuner = Tuner(rows, 0.04, 0.05)
+    tuner.measured(0.1)
+    tuner.measured(0.098)
+    turns = 0
+    while tuner.outcome is None:
+        turns += 1
+        slow = slow_turn and turns == 3
+        fast = tuner.trial.name == "p" and not slow
+        tuner.measured(0.1 * (1 - gain) if fast else 0.1)
+    assert tuner.outcome.chosen == chosen, tuner.outcome
+    if chosen == "ddp":
+        assert "not in each of 4 turns" in tuner.outcome.why
 
 
 def test_a_clear_winner_needs_no_final() -> None:

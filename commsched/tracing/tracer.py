@@ -20,7 +20,7 @@ from commsched.tracing.ranges import profiled
 from commsched.tracing.writer import Event, Fixed, Writer
 from commsched.version import __version__
 
-__all__ = ["ALL_STEPS", "SILENT", "Fixed", "Silent", "Tracer", "parse_steps"]
+__all__ = ["ALL_STEPS", "SILENT", "Blind", "Fixed", "Silent", "Tracer", "parse_steps"]
 
 ALL_STEPS = range(sys.maxsize)
 CLOCK_STEPS = 100  # clocks drift apart by some microseconds a second; so often they are compared
@@ -137,6 +137,26 @@ class Silent:
 SILENT = Silent()
 
 
+class Blind(Silent):
+    """A tracer without a file: this rank cannot write one, but takes part in what concerns others.
+
+    Args:
+        steps: see `parse_steps`.
+
+    Raises:
+        SettingsError: `steps`.
+    """
+
+    def __init__(self, steps: str = "0:200") -> None:
+        self.steps = steps
+        self._window = parse_steps(steps)
+
+    def clock_due(self, step: int) -> bool:
+        """See `Silent.clock_due`: at both ends of the window, and now and then between."""
+        start, stop = self._window.start, self._window.stop
+        return step == stop or (step in self._window and (step - start) % CLOCK_STEPS == 0)
+
+
 class _Region:
     __slots__ = ("_about", "_args", "_begin_s", "_name", "_put", "_range", "_row")
 
@@ -157,7 +177,7 @@ class _Region:
         self._put(("X", self._name, self._row, self._begin_s, end_s, fixed, self._args))
 
 
-class Tracer(Silent):
+class Tracer(Blind):
     """One rank's trace of one model.
 
     The file is ``trace-rank{R}.json`` in the folder; further models of this process get
@@ -181,8 +201,7 @@ class Tracer(Silent):
     def __init__(
         self, folder: str, rank: int, world_size: int, steps: str = "0:200", **about: Any
     ) -> None:
-        self.steps = steps
-        self._window = parse_steps(steps)
+        super().__init__(steps)
         self._began: tuple[float, dict[str, Any]] | None = None  # the present step, if traced
         ours = {"version": __version__, "rank": rank, "world_size": world_size}
         ours |= {"host": socket.gethostname(), "pid": os.getpid(), "steps": steps}
@@ -214,11 +233,6 @@ class Tracer(Silent):
             args = {"step": step, "phase": phase, "choice": choice, "plan": plan}
             self._began = at_s, {**args, "deferred": deferred}
         self._writer.expect(self.on)
-
-    def clock_due(self, step: int) -> bool:
-        """See `Silent.clock_due`: at both ends of the window, and now and then between."""
-        start, stop = self._window.start, self._window.stop
-        return step == stop or (step in self._window and (step - start) % CLOCK_STEPS == 0)
 
     def span(
         self,

@@ -23,6 +23,7 @@ from commsched.engine import Engine
 from commsched.planner import Begin, Made
 from commsched.profile import Profile
 from commsched.recorder import WINDOW, Recorder
+from commsched.simulate import ddp as plain_ddp
 from commsched.simulate import ideal, simulate
 from commsched.tuning.phases import Event, Phases
 from commsched.tuning.trials import Trial
@@ -76,7 +77,7 @@ class Steering:
         self._group = ddp.process_group
         self._asked: Begin | None = None  # what was last brought, until the answer is heard
         self._trial: Trial | None = None
-        self._planned: tuple[Made, bool, Outlook] | None = None
+        self._planned: tuple[Made, Mode, Outlook] | None = None
         self._advised: Profile | None = None
         self.step = step  # the present one; counted alike on all ranks
         self._first = step + 1
@@ -95,6 +96,16 @@ class Steering:
         if self._trial is not None and not self.phases.measuring:
             return self._trial.candidate.name
         return self._engine.planner.active.policy
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's own all-reduce is in effect, in settled training or for a trial."""
+        return self._trial is not None and self._trial.candidate.plain
+
+    @property
+    def _deferred(self) -> bool:
+        """Whether optimizer steps are, once there is a plan."""
+        return self._defers if self._trial is None else self._trial.candidate.deferred
 
     def begin(self, previous: Sequence[int]) -> tuple[Begin, Mode]:
         """The first bucket of a backward is there.
@@ -178,11 +189,11 @@ class Steering:
         made = self._engine.planner.made
         if made is None or made.profile is None or not made.profile.measured:
             return None
-        trial = self._trial
-        deferred = self._defers if trial is None else trial.candidate.deferred
-        if self._planned is None or self._planned[0] is not made or self._planned[1] != deferred:
-            step_s = simulate(made.plan, made.profile, deferred).step_s
-            self._planned = made, deferred, Outlook(step_s, ideal(made.profile))
+        mode = Mode(self._deferred, self.plain)
+        if self._planned is None or self._planned[0] is not made or self._planned[1] != mode:
+            profile = made.profile
+            way = plain_ddp(profile) if mode.plain else simulate(made.plan, profile, mode.deferred)
+            self._planned = made, mode, Outlook(way.step_s, ideal(profile))
         return self._planned[2]
 
     def advise(self) -> None:
@@ -195,6 +206,5 @@ class Steering:
             return
         self._advised = profile
         if torch.distributed.get_rank(self._group) == 0:
-            deferred = self._defers if self._trial is None else self._trial.candidate.deferred
-            advice = advise(profile, settings, policies.get(settings.policy), deferred)
+            advice = advise(profile, settings, policies.get(settings.policy), self._deferred)
             logger.log(logging.WARNING if advice.worth_it else logging.INFO, "%s", advice)

@@ -28,6 +28,8 @@ __all__ = ["Search", "Trial", "Trials"]
 
 logger = logging.getLogger("commsched")
 
+OF_ONE_RUN = ("enabled", "timeout_s", "trace_steps", "tuning_file")  # the choice is the same
+
 
 @dataclass(frozen=True)
 class Search:
@@ -70,8 +72,7 @@ class Trials:
         self._search = search
         self._world_size = world_size
         self._tuner: Tuner | None = None  # rank 0's
-        self._profile: Profile | None = None  # as is this
-        self._started = False
+        self._started = self._complained = False
         self._saved = self._fitting(saved or {})
         if self._saved is not None:
             self._settle(self._saved)
@@ -89,13 +90,21 @@ class Trials:
 
     def _settle(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.trial = Trial(Candidate.from_dict(outcome.candidate))
+        self.trial = Trial(_candidate_of(outcome))
 
-    def forget(self) -> None:
-        """No rank has measured anything: nothing is tried."""
-        self.trial = self.outcome = None
+    def nothing_to_go_by(self, rank: int) -> None:
+        """The ranks have measured nothing: what a run before has chosen stays, or nothing is tried.
 
-    def start(self, lane: Lane, profile: Profile, effective: Settings, step: int) -> None:
+        Args:
+            rank: of the group.
+        """
+        self.trial = None if self.outcome is None else Trial(_candidate_of(self.outcome))
+        if rank == 0 and not self._complained:
+            self._complained = True
+            kept = "nothing is tried" if self.trial is None else "the earlier choice stays"
+            logger.warning("automatic mode: this model's steps could not be measured, %s", kept)
+
+    def start(self, lane: Lane, profile: Profile, effective: Settings) -> None:
         """Begin a search; or go by an outcome that was saved for this job.
 
         Collective.
@@ -104,7 +113,6 @@ class Trials:
             lane: with nothing on the wire.
             profile: just measured.
             effective: the user's settings, without what is refused.
-            step: the present one.
         """
         again = self._started  # what was saved has drifted
         self._started, self.outcome = True, None
@@ -113,7 +121,7 @@ class Trials:
             found = None if again else self._saved or self._load()
             if found is not None:
                 return {"outcome": found.to_dict()}
-            self._tuner = self._new_tuner(profile, effective, step)
+            self._tuner = self._new_tuner(profile, effective)
             return self._said()
 
         self._hear(lane, "choosing what to try", answer)
@@ -146,8 +154,8 @@ class Trials:
             self.trial = Trial(Candidate.from_dict(said["candidate"]), said["steps"])
             logger.info("automatic mode tries %s", self.trial.candidate.name)
 
-    def _new_tuner(self, profile: Profile, effective: Settings, step: int) -> Tuner:
-        allow = parse_allow(self._settings.allow) if step >= self._settings.codec_start_step else ()
+    def _new_tuner(self, profile: Profile, effective: Settings) -> Tuner:
+        allow = parse_allow(self._settings.allow)
         costs = {codec: self._coding_s(codec) for codec in allow}
         found = candidates(
             profile,
@@ -168,19 +176,20 @@ class Trials:
 
     @property
     def _job(self) -> str:
-        """Equal for jobs that may share an outcome."""
-        chosen = {name: getattr(self._settings, name) for name in sorted(self._search.fixed)}
-        for of_this_run in ("tuning_file", "trace", "trace_steps", "metrics", "log_level"):
-            chosen.pop(of_this_run, None)
-        search = [self._search.deferrable, self._search.model, self._settings.allow]
-        return digest_of([__version__, self._world_size, chosen, search])
+        """Equal for jobs that may share an outcome: by values, not by who has set them."""
+        shared = self._settings.shared().items()
+        settings = {name: value for name, value in shared if name not in OF_ONE_RUN}
+        search = [self._search.deferrable, self._search.model]
+        return digest_of([__version__, self._world_size, settings, search])
 
     def _load(self) -> Outcome | None:
         path = self._settings.tuning_file
-        if not path or not Path(path).exists():
+        if not path:
             return None
         try:
             found = self._fitting(json.loads(Path(path).read_text()))
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CommSchedError(
                 f"tuning_file={path!r} cannot be read ({error!r}): remove it, or name another"
@@ -192,7 +201,7 @@ class Trials:
     def _keep(self, outcome: Outcome) -> None:
         self.outcome = outcome
         logger.log(
-            logging.WARNING if Candidate.from_dict(outcome.candidate).plain else logging.INFO,
+            logging.WARNING if _candidate_of(outcome).plain else logging.INFO,
             "%s",
             outcome,
         )
@@ -208,15 +217,25 @@ class Trials:
 
 
 def _from_rank_0(lane: Lane, answer: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's answer, or its error, on every rank."""
+    """Rank 0's answer, or its error, on every rank.
+
+    Any error: the others wait for an answer, and would hear of nothing until their deadline.
+    """
     said: dict[str, Any] = {}
     if lane.group.rank == 0:
         try:
             said = answer()
         except CommSchedError as error:
             said = {"error": str(error)}
+        except Exception as error:
+            logger.error("automatic mode", exc_info=True)
+            said = {"error": f"the automatic mode failed: {type(error).__name__}: {error}"}
     text = json.dumps(said).encode()
     heard: dict[str, Any] = json.loads(lane.group.broadcast_bytes(text).decode())
     if "error" in heard:
         raise CommSchedError(heard["error"])
     return heard
+
+
+def _candidate_of(outcome: Outcome) -> Candidate:
+    return Candidate.from_dict(outcome.candidate)

@@ -19,12 +19,14 @@ __all__ = ["MOST_STEPS", "Outcome", "Row", "Tuner"]
 TRIED = 5  # candidates at most, plain DDP among them
 STEPS = 3  # measured of each; the one in which ranks switch comes before and does not count
 FINAL_STEPS = 4  # measured in each turn of the final
-TURNS = 3  # of each of the two finalists, by turns: a machine's speed drifts
+TURNS = 6  # of the final, shared by two or three finalists by turns: a machine's speed drifts
 CLOSE = 1.05  # finalists whose step times differ by more need no final
+CLOSE_TO_PLAIN = 1.25  # plain DDP is in the final unless it takes so many times as long as the best
 WORTH = 0.015  # of the step time: what must be gained over plain DDP, or over an exact candidate
+CLEAR = 0.05  # of the step time: a gain that is smaller must show in every turn
 HOPELESS = 1.2  # predicted to take so many times as long as the best: not tried
 
-MOST_STEPS = TRIED * (1 + STEPS) + 2 * TURNS * (1 + FINAL_STEPS)
+MOST_STEPS = TRIED * (1 + STEPS) + TURNS * (1 + FINAL_STEPS)
 
 
 @dataclass(eq=False)
@@ -144,12 +146,20 @@ class Tuner:
         self._queue.pop(0).turns_s.append(step_s)
         if self._queue:
             return
-        best, *others = self._by_time()
-        if not self._final and others and _time(others[0]) < CLOSE * _time(best):
+        finalists = [] if self._final else self._finalists()
+        if finalists:
             self._final = True
-            self._queue = [best, others[0]] * TURNS
+            self._queue = finalists * (TURNS // len(finalists))
             return
         self._choose()
+
+    def _finalists(self) -> list[Row]:
+        """The best two, and plain DDP; none where the best is clearly so."""
+        best, *others = self._by_time()
+        if not others or _time(others[0]) >= CLOSE * _time(best):
+            return []
+        near = [row for row in others[1:] if _time(row) < CLOSE_TO_PLAIN * _time(best)]
+        return [best, others[0], *filter(_is_plain, near)]
 
     def _by_time(self) -> list[Row]:
         return sorted((row for row in self._rows if row.turns_s), key=_time)
@@ -159,13 +169,8 @@ class Tuner:
         best = self._by_time()[0]
         for safer, what in ((_is_plain, "plain DDP"), (_is_exact, "an exact one")):
             rows = [row for row in self._by_time() if safer(row)]
-            if rows and not safer(best) and _time(best) > (1 - WORTH) * _time(rows[0]):
-                gain = 1 - _time(best) / _time(rows[0])
-                self._conclude(
-                    rows[0],
-                    f"{best.candidate.name} gains {gain:.1%} over {what}, less than "
-                    f"{WORTH:.1%} is not worth leaving it for",
-                )
+            if rows and not safer(best) and (why := _why_not(best, rows[0])):
+                self._conclude(rows[0], f"{best.candidate.name} {why.format(what=what)}")
                 return
         plain = [row for row in self._by_time() if _is_plain(row)]
         if plain and plain[0] is not best:
@@ -187,6 +192,17 @@ class Tuner:
             candidate=row.candidate.to_dict(),
             step_s=row.measured_s or row.predicted_s,
         )
+
+
+def _why_not(best: Row, safer: Row) -> str:
+    """Why the best is not worth leaving something safer for; "" where it is."""
+    gain = 1 - _time(best) / _time(safer)
+    if gain < WORTH:
+        return f"gains {gain:.1%} over {{what}}, less than {WORTH:.1%} is not worth leaving it for"
+    turns = list(zip(best.turns_s, safer.turns_s, strict=False))  # one turn where no final was
+    if gain < CLEAR and not all(one < other for one, other in turns):
+        return f"gains {gain:.1%} over {{what}}, but not in each of {len(turns)} turns"
+    return ""
 
 
 def _worth_trying(rows: Sequence[Row]) -> list[Row]:
