@@ -18,7 +18,7 @@ from commsched.errors import CommSchedError
 from commsched.reporting.analysis import Analysis, analyse
 from commsched.reporting.findings import causes, headline, offers
 from commsched.reporting.intervals import intersect, length, subtract, union
-from commsched.reporting.remedies import CODECS, NO_PROFILE, outlook
+from commsched.reporting.remedies import CODECS, NO_PROFILE, Alternative, Outlook, outlook
 from commsched.reporting.terminal import about
 from commsched.settings import Settings
 from commsched.tracing.file import read_all
@@ -243,6 +243,19 @@ def test_offers_are_sorted_and_worth_it(tmp_path: Path) -> None:
     assert foreseen.ideal_ms <= min(row.step_ms for row in foreseen.rows if row.kind == "schedule")
 
 
+def test_a_harsher_codec_must_gain_more() -> None:
+    def codec(name: str, step_ms: float) -> Alternative:
+        do = f"COMMSCHED_CODEC={name}"
+        return Alternative(name, do, "codec", f"codec {name}", step_ms, 1 - step_ms / 100, True)
+
+    def offered(*rows: Alternative) -> list[str]:
+        return [row.name for row in Outlook(100, 50, 60, 100, rows).offers]
+
+    assert offered(codec("powersgd", 69), codec("int8", 69.5), codec("bf16", 70)) == ["bf16"]
+    assert offered(codec("powersgd", 59), codec("int8", 60), codec("bf16", 70)) == ["bf16", "int8"]
+    assert offered(codec("int8", 60), codec("bf16", 99)) == ["int8"]
+
+
 @pytest.mark.parametrize("handed_over", [True, False])
 def test_the_optimizer_is_not_asked_for_twice(handed_over: bool, tmp_path: Path) -> None:
     profile = profile_of("resnet50", 8)
@@ -279,7 +292,7 @@ def test_a_link_that_is_too_slow_for_the_model(tmp_path: Path) -> None:
     files, _ = simulated(profile, plan, deferred=False, choice="fifo", settings=asdict(Settings()))
     figures = analysed(files, tmp_path)
     assert figures.busy < 0.9
-    assert "even a perfect order cannot hide the rest" in headline(figures)
+    assert "no order hides all of it, only fewer bytes or a faster link would" in headline(figures)
 
 
 def test_hidden_communication_is_said_plainly(tmp_path: Path) -> None:

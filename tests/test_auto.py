@@ -381,9 +381,11 @@ def test_any_error_of_rank_0_is_heard_by_all(rank: int) -> None:
 def test_where_nothing_can_be_measured_nothing_is_tried(rank: int) -> None:
     said, logger = Said(), logging.getLogger("commsched")
     logger.addHandler(said)
-    unmeasured = mock.patch.object(Recorder, "summary", lambda _: {"steps": 0})
+    unmeasured = mock.patch.object(Recorder, "summary", return_value={"steps": 0})
     with unmeasured, as_if(winning("rs_ag, deferred")) as tried:
-        ours = Training(policy="auto").run(rank, 20)
+        ours = Training(policy="auto")
+        for _ in range(20):
+            ours.step(rank)
     logger.removeHandler(said)
     assert tried == []
     assert [line for _, line in said.lines if "could not be measured" in line] == (

@@ -82,9 +82,8 @@ def _link(analysis: Analysis) -> str:
     if (sending_ms := _sending_ms(analysis)) > _compute_ms(analysis):
         return (
             f"sending takes about {ms(sending_ms)} ms, more than the "
-            f"{ms(_compute_ms(analysis))} ms that a step computes: even a perfect order cannot "
-            "hide the rest, only fewer bytes or a faster link can; the link is busy "
-            f"{busy:.0%} of the step"
+            f"{ms(_compute_ms(analysis))} ms that a step computes: no order hides all of it, only "
+            f"fewer bytes or a faster link would; the link is busy {busy:.0%} of the step"
         )
     last = _last(analysis)
     if last is not None and last.exposed_ms > MOST * analysis.exposed_ms:

@@ -76,8 +76,8 @@ class Outlook:
     def offers(self) -> tuple[Alternative, ...]:
         """What is worth doing: the best of each group, exact ones first, by gain.
 
-        Lossy ones follow, the mildest first: they cost accuracy, which no figure here tells. What
-        must be bought comes last.
+        Lossy ones follow, the mildest first: they cost accuracy, which no figure here tells. So a
+        harsher one must gain more than those before it. What must be bought comes last.
 
         What the run has tried, and found no better than what is in effect, is not.
         """
@@ -89,7 +89,12 @@ class Outlook:
                     **found,
                     row.group: row if row.kind == "link" else found.get(row.group, row),
                 }
-        return tuple(sorted(found.values(), key=_harm))
+        kept: list[Alternative] = []
+        for row in sorted(found.values(), key=_harm):
+            milder = [one.gain for one in kept if one.kind == row.kind == "codec"]
+            if row.gain >= max(milder, default=0.0) + WORTH:
+                kept.append(row)
+        return tuple(kept)
 
     def _refuted(self, row: Alternative) -> bool:
         now = next((one.measured_ms for one in self.rows if not one.do), None)

@@ -27,22 +27,26 @@ def show(analysis: Analysis, foreseen: Outlook | str) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:  # piped: scripts read it, nothing may be folded
         console = Console(highlight=False, width=200)
-    console.print(f"[bold]{escape(headline(analysis))}[/bold]\n")
+
+    def say(text: str) -> None:  # a line is a line: scripts read it
+        console.print(text, soft_wrap=True)
+
+    say(f"[bold]{escape(headline(analysis))}[/bold]\n")
     for line in about(analysis):
-        console.print(escape(line))
+        say(escape(line))
     console.print(_ranks(analysis))
     console.print(_buckets(analysis))
     if analysis.layers:
         console.print(_layers(analysis))
     console.print("[bold]What hurts most[/bold]")
     for row in analysis.tensors[:HURT_MOST]:
-        console.print(f"  {escape(_tensor(row))}")
+        say(f"  {escape(_tensor(row))}")
     console.print("[bold]Why[/bold]")
     for line in causes(analysis):
-        console.print(f"  - {escape(line)}")
+        say(f"  - {escape(line)}")
     console.print("[bold]What to do[/bold]")
     for line in offers(analysis, foreseen):
-        console.print(f"  - {escape(line)}")
+        say(f"  - {escape(line)}")
 
 
 def about(analysis: Analysis) -> Iterator[str]:
