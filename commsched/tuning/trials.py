@@ -101,8 +101,7 @@ class Trials:
         self.trial = None if self.outcome is None else Trial(_candidate_of(self.outcome))
         if rank == 0 and not self._complained:
             self._complained = True
-            kept = "nothing is tried" if self.trial is None else "the earlier choice stays"
-            logger.warning("automatic mode: this model's steps could not be measured, %s", kept)
+            logger.warning("this model's steps could not be measured: nothing is tried")
 
     def start(self, lane: Lane, profile: Profile, effective: Settings) -> None:
         """Begin a search; or go by an outcome that was saved for this job.
