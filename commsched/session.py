@@ -105,12 +105,13 @@ class Session:
         self.observer = Observer(
             settings, member, self.engine, self._plain, self.steering, self.tracer
         )
+        # A static graph's first hooks run in the reducer's last callback, which then waits in C++
+        # at once; ours would come too late. Later ones must not wait: others may be needed first.
+        in_callback = torch._C._current_autograd_node() is None
+        self._wait_in_hook = ddp is not None and ddp.static_graph and in_callback
         # Where DDP leaves out unused buckets, or registers them late, it may never say "last".
         self._says_last_later = ddp is not None and not ddp.skip_all_reduce_unused_params
-        self._says_last = self._says_last_later and not (ddp is not None and ddp.static_graph)
-        # A static graph's first hooks run in the reducer's last callback, which then waits in C++
-        # at once; ours would come too late.
-        self._wait_in_hook = ddp is not None and ddp.static_graph
+        self._says_last = self._says_last_later and not self._wait_in_hook
         # Without gradient_as_bucket_view the reducer ends with a copy of all gradients. Letting it
         # begin while the last tasks travel hides that copy.
         copies = ddp is not None and not ddp.gradient_as_bucket_view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ import pytest  # noqa: E402
 
 from commsched.codecs import kernels  # noqa: E402
 from tests import distributed  # noqa: E402
+
+# What a shell puts into the background ignores Ctrl-C, and its children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no reason to fail.
 hypothesis.settings.register_profile("calm", deadline=None, max_examples=50)

@@ -432,6 +432,21 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(rank: int) -> None:
             again.close()
 
 
+@ranks(2)
+def test_a_static_graph_that_runs_already_does_not_wait_for_single_buckets(rank: int) -> None:
+    """Its first backward is another one, but that was before the session began."""
+    graph, settings = {"static_graph": True}, {"policy": "auto", "fusion_mb": 1.0, "chunk_mb": 4.0}
+    ours, plain = Training(ddp=graph, **settings), Training(ddp=graph, plain=True)
+    for step in range(20):
+        assert ours.state is not None
+        if step == 8:
+            ours.state.load_state_dict(ours.state.state_dict())
+        ours.step(rank)
+        plain.step(rank)
+    assert not differ(ours.values(), plain.values())
+    ours.close()
+
+
 # ---------------------------------------------------------------- and again
 
 
